@@ -38,7 +38,7 @@ class LiveGroup:
 
 @dataclass(slots=True)
 class _Cell:
-    """Requests that ended in one step, and tokens generated in it."""
+    """Requests that ended in one time step, and tokens generated in this step."""
 
     by_session: dict[str, Sums] = field(default_factory=dict)
     ttft_s: list[float] = field(default_factory=list)

@@ -85,7 +85,7 @@ class TokenPrice:
 
     @property
     def usd_per_output_token(self) -> float:
-        """The price, or 0 if unknown. If no request had a second token, it is bounded by the prefill time."""
+        """The price, or 0 if unknown. If no request had a second token, the price is bounded by the prefill time."""
         if not self.busy_s:
             return 0.0
         step_s = self.decode_s / self.steps if self.steps else self.prefill_s / self.num_requests

@@ -1,4 +1,4 @@
-"""Checks of a finished run directory. If possible, they read files directly instead of using the code under test."""
+"""Checks of a finished run directory. If possible, files are read directly, without the code under test."""
 
 import asyncio
 import json

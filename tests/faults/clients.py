@@ -117,7 +117,7 @@ def judge(status: int, content: bytes, *, is_stream: bool) -> tuple[str, str]:
 
 
 def _error_of(text: str) -> dict[str, Any] | None:
-    """Return the OpenAI error in a response, or None if it is not a complete one."""
+    """Return the OpenAI error in a response, or None if it is incomplete."""
     try:
         error = json.loads(text)["error"]
     except (ValueError, KeyError, TypeError):

@@ -1,4 +1,4 @@
-"""Rehearse the commands of benchmarks/GPU_QUEUE.md: the engines and trainings that they start on a card.
+"""Rehearse the commands of benchmarks/GPU_QUEUE.md: the engines and trainings that the commands start.
 
 The page's code blocks run in bash, with `python3` replaced by a function that records its arguments. The scripts that
 they would start then list their benchmarks, trainings and commands. Their engines are rehearsed like those of the grid,
@@ -61,7 +61,7 @@ def _write_folders(folder: Path) -> None:
     shapes, target = folder / "runs" / "shapes", qwen.target_config(tiny=False)
     write_json(shapes / "target", target)
     write_tokenizer(shapes / "target")
-    # The scripts write this file last; if it exists, they assume that all others do.
+    # The scripts write this file last; if it exists, they assume that the other files do.
     (shapes / "prompts.jsonl").write_text('{"prompt": "a"}\n')
     for method in ("peagle", "eagle3"):
         write_json(shapes / method, qwen.head_config(method, target, tiny=False))

@@ -419,7 +419,7 @@ class Scheduler:
         return estimate(batch.progress, self._settings.models[model], price, self._sessions.all())
 
     def _raise_reservation(self, batch: Batch, work: _Work, spent_usd: float) -> None:
-        """Increase a run's reservation as the run spends, while budgets last. Borrowed engines' cost is in the ledger."""
+        """Raise a run's reservation as the run spends, while budgets last. Borrowed engines' cost is in the ledger."""
         if work.estimate is None or not (payers := self._money.payers(batch)):
             return
         billed_usd = spent_usd if self._settings.lends else 0.0

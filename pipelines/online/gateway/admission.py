@@ -36,7 +36,7 @@ _TYPE_NAMES = {str: "a string", bool: "true or false", dict: "an object", int: "
 _MIN_INT, _MAX_INT = -(2**63), 2**63 - 1  # engines only accept 64-bit integers
 _DIGITS_SHOWN = 40
 _TEXT_PART_FIELDS = {"type", "text"}
-# vLLM accepts these from clients; here the endpoint sets them.
+# vLLM accepts these fields from clients; here the endpoint sets them.
 _ENDPOINT_FIELDS = ("cache_salt", "request_id", "session_id")
 _MAX_FLOATS = 10_000
 _MAX_FIELDS, _MAX_FIELD_CHARS = 200, 100  # vLLM's request types have about 70 fields
@@ -58,7 +58,7 @@ class ServedModel:
     name: str
     max_model_len: int
     can_seed: bool = True  # whether sampling seeds work. On CPU, a request with a seed crashes vLLM 0.29
-    # per request, over all its prompts; Ray Serve counts them as one request. None is unlimited
+    # choices per request, over all its prompts; Ray Serve counts one request. None is unlimited
     max_choices: int | None = None
     max_answer_bytes: int | None = None  # maximum size of one answer, estimated with `AnswerShape`. None is unlimited
     media: Mapping[str, int] | None = None  # maximum items per request of each modality; None allows text only
@@ -261,7 +261,7 @@ def _requested_model(values: Mapping[str, Any], key: KeyRecord, models: Mapping[
 def _requested_tokens(
     path: str, values: Mapping[str, Any], model: ServedModel, limit: int | None, num_choices: int
 ) -> int | None:
-    """Return the request's max_tokens, or None if it has none. `limit` is for all choices together."""
+    """Return the request's max_tokens, or None if unset. `limit` is for all choices together."""
     has_new_name = path == CHAT_URL and values.get("max_completion_tokens") is not None
     field = "max_completion_tokens" if has_new_name else "max_tokens"
     requested: int | None = values.get(field)

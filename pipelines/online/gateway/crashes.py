@@ -92,7 +92,7 @@ class EngineCrashes:
             release()
 
     async def report(self, attempt: Attempt) -> None:
-        """Report that the attempt's engine crashed. Raises 503 if the attempt might have caused it."""
+        """Report that the attempt's engine crashed. Raises 503 if the attempt might have caused the crash."""
         attempt.num_crashes += 1
         now = self._monotonic()
         crash = self._latest.get(attempt.model)

@@ -162,7 +162,7 @@ def find(key: str, records: Sequence[KeyRecord]) -> KeyRecord | None:
 
 
 def read_keys(path: Path) -> tuple[KeyRecord, ...]:
-    """Return the keys of a file; none if it does not exist. Raises ConfigError if it is invalid."""
+    """Return the keys of a file; none if the file does not exist. Raises ConfigError if it is invalid."""
     values = read_list(path, "keys", hint="`peagle serve keys add` writes such files")
     return tuple(_record(value, where=f"keys {path}") for value in values)
 

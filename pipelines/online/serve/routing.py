@@ -1,4 +1,4 @@
-"""Route requests to the engine that has cached the beginning of their prompt, unless it is too busy.
+"""Route requests to the engine that has cached the beginning of their prompt, unless that engine is too busy.
 
 Ray's `PrefixCacheAffinityRouter` (2.60) loses requests without text (token ids, an empty message) by a division by
 zero, and calls an actor several times per request. This router keeps its state in the routing process.
@@ -35,7 +35,7 @@ class PrefixRouter(LocalityMixin, RequestRouter):  # type: ignore[misc]  # Ray's
     ) -> list[list[RunningReplica]]:
         """Return engines to try, in groups.
 
-        Serve takes the least busy of a group if it has room, else tries the next group.
+        Serve takes the least busy engine of a group if that has room, else tries the next group.
         """
         allowed = self.apply_locality_routing(pending_request)
         candidates = [replica for replica in candidate_replicas if replica.replica_id in allowed]
@@ -46,7 +46,7 @@ class PrefixRouter(LocalityMixin, RequestRouter):  # type: ignore[misc]  # Ray's
         return [cached, any_two] if cached else [any_two]
 
     def _with_prefix(self, candidates: list[RunningReplica], blocks: list[int]) -> list[RunningReplica]:
-        """Return the engines with the longest cached prefix of these blocks, unless it is short or they are busy."""
+        """Return the engines with the longest cached prefix of these blocks, except busy ones; none if it is short."""
         matched = [self._num_cached(replica.replica_id, blocks) for replica in candidates]
         longest = max(matched)
         if not blocks or longest < _MIN_SHARE * len(blocks):

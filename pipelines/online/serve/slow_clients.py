@@ -1,4 +1,4 @@
-"""Close connections of clients that send headers too slowly or do not read their answers, which uvicorn 0.54 keeps.
+"""Close connections of clients that send headers too slowly or do not read their answers. uvicorn 0.54 keeps them.
 
 uvicorn's only timer runs between requests, and with httptools it does not limit the size of headers. Ray's proxies let
 uvicorn choose its protocol class, so the class is replaced where uvicorn looks it up.
@@ -85,7 +85,7 @@ class SlowReaders(asyncio.Protocol):
     def _check(self, previous_bytes: int) -> None:
         """Close the connection if the client read too little of the `previous_bytes` bytes in the buffer.
 
-        Nothing was added to the buffer in the meantime, since uvicorn waits while it is full.
+        Nothing was added to the buffer in the meantime, since uvicorn waits while the buffer is full.
         """
         if previous_bytes - self.transport.get_write_buffer_size() < MIN_READ_BYTES:
             self.abort()
@@ -265,7 +265,7 @@ class LongHeaders(SlowHeaders):
     _num_bytes = 0
 
     def data_received(self, data: bytes) -> None:
-        """Process received bytes. They do not count if headers end in them or they contain a part of a body."""
+        """Process received bytes. Bytes do not count if headers end among them or a part of a body is among them."""
         self._num_bytes += len(data)
         super().data_received(data)
         if self._num_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
