@@ -76,7 +76,7 @@ GROUPS = {
     },
 }
 COMMANDS = {name: summary for group in GROUPS.values() for name, summary in group.items()}
-_SHARED = ("models add", "quantize-drafter")  # all users of a machine may read the catalog and its heads
+_WRITE_SHARED_FILES = ("models add", "quantize-drafter")  # all users of a machine may read the catalog and its heads
 _JSON_HELP = "write the result as JSON to FILE, or to standard output; other output then goes to standard error"
 _EXIT_CODES = "exit codes: 0 done, 1 error, 2 bad usage or configuration, 3 stopped early (rerun to resume)"
 _HELP_FLAGS = ("-h", "--help")
@@ -97,9 +97,9 @@ def run(argv: Sequence[str]) -> int:
             return 2
     command, rest = split_command(argv)
     if command is None:
-        return _without_command(argv)
+        return _run_without_command(argv)
     parser = parser_of(command)
-    args = _parsed(parser, rest)
+    args = _parse_arguments(parser, rest)
     args.command_line = ["peagle", *argv]
     try:
         with signals_as_interrupts():
@@ -117,7 +117,7 @@ def run(argv: Sequence[str]) -> int:
 def _run(args: argparse.Namespace) -> int:
     """Run the command, write its result or error as JSON, and return its exit code."""
     try:
-        if args.command not in _SHARED:
+        if args.command not in _WRITE_SHARED_FILES:
             restrict_new_files()
         with human_output(args):
             code, result = args.module.run(args)
@@ -135,7 +135,7 @@ def _run(args: argparse.Namespace) -> int:
     return int(code)
 
 
-def _without_command(argv: Sequence[str]) -> int:
+def _run_without_command(argv: Sequence[str]) -> int:
     """Print the help or the version, or say that the command is unknown; return the exit code."""
     if argv and argv[0] in _HELP_FLAGS:
         print(format_help())
@@ -171,7 +171,7 @@ def format_help() -> str:
     return "\n".join([*lines, "", "`peagle COMMAND --help` shows examples and options.", _EXIT_CODES])
 
 
-def _parsed(parser: CommandParser, argv: Sequence[str]) -> argparse.Namespace:
+def _parse_arguments(parser: CommandParser, argv: Sequence[str]) -> argparse.Namespace:
     """Parse the arguments of a command; exit with a message that suggests the most similar flag if one is unknown."""
     args, unknown = parser.parse_known_args(argv)
     if getattr(args.module, "FORWARDS_ARGS", False):

@@ -41,12 +41,12 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     config = flags.load(model_of(command), command_args)
     args.variables = command_args.variables
     origins = flags.origins(config, command_args)
-    rows = {name: (getattr(config, name), origins[name]) for name in origins if name not in _UNLISTED}
+    entries = {name: (getattr(config, name), origins[name]) for name in origins if name not in _UNLISTED}
     try:
-        rows |= _resolved_defaults(config)
+        entries |= _resolved_defaults(config)
     finally:  # even if the command would refuse the configuration
-        _show(rows)
-    return 0, {name: {"value": _plain(value), "from": origin} for name, (value, origin) in rows.items()}
+        _show(entries)
+    return 0, {name: {"value": _plain(value), "from": origin} for name, (value, origin) in entries.items()}
 
 
 def _resolved_defaults(config: "BaseModel") -> "ResolvedDefaults":
@@ -64,11 +64,11 @@ def _resolved_defaults(config: "BaseModel") -> "ResolvedDefaults":
     return resolve_endpoint(config)
 
 
-def _show(rows: "ResolvedDefaults") -> None:
-    texts = {name: _text(value) for name, (value, _) in rows.items()}
-    name_width = max(map(len, rows))
+def _show(entries: "ResolvedDefaults") -> None:
+    texts = {name: _text(value) for name, (value, _) in entries.items()}
+    name_width = max(map(len, entries))
     value_width = min(max(map(len, texts.values())), 44)
-    for name, (_, origin) in rows.items():
+    for name, (_, origin) in entries.items():
         print(f"{name:<{name_width}}  {texts[name]:<{value_width}}  {origin}")
 
 

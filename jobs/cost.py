@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--currency", metavar="CODE", help="convert amounts to this currency; FOCUS then uses only this currency"
     )
     parser.add_argument("--rate", type=float, metavar="X", help="amount of --currency per dollar")
-    parser.add_argument("--format", type=_format, choices=FORMATS, default="table", help="(default: %(default)s)")
+    parser.add_argument("--format", type=_check_format, choices=FORMATS, default="table", help="(default: %(default)s)")
 
 
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     all_charges = [charge for ledger in found_ledgers.ledgers for charge in charges(ledger, days)]
     if args.nodes_usd_per_hour is not None:
         sessions = [session for ledger in found_ledgers.ledgers for session in ledger.sessions]
-        all_charges += node_charges(sessions, days, _positive("--nodes-usd-per-hour", args.nodes_usd_per_hour))
+        all_charges += node_charges(sessions, days, _require_positive("--nodes-usd-per-hour", args.nodes_usd_per_hour))
     result = statement(all_charges, by, days, found_ledgers.notes)
     if currency:
         result = convert_currency(result, *currency)
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     return 0, result
 
 
-def _format(text: str) -> str:
+def _check_format(text: str) -> str:
     if instead := removed.VALUES.get(("format", text)):
         raise argparse.ArgumentTypeError(f"{text!r} was removed: {instead}")
     return text
@@ -116,10 +116,10 @@ def _currency(args: argparse.Namespace) -> tuple[str, float] | None:
         raise ConfigError("--currency and --rate must be set together", hint="for example --currency EUR --rate 0.86")
     if not re.fullmatch("[A-Z]{3}", args.currency):
         raise ConfigError(f"{args.currency!r} is not a currency code", hint="use an ISO 4217 code like EUR")
-    return args.currency, _positive("--rate", args.rate)
+    return args.currency, _require_positive("--rate", args.rate)
 
 
-def _positive(flag: str, value: float) -> float:
+def _require_positive(flag: str, value: float) -> float:
     from peagle.errors import ConfigError
 
     if not 0 < value < math.inf:

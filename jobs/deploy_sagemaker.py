@@ -70,8 +70,8 @@ def _up(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         say(json.dumps(requests.to_dict(), indent=2))
         return 0, requests.to_dict()
     arn = SageMaker(options.region, say=say).create(requests)
-    down = f"`peagle deploy sagemaker --down {requests.name}`"
-    say(f"{requests.name} is in service; {down} deletes it and stops the charges")
+    down_command = f"`peagle deploy sagemaker --down {requests.name}`"
+    say(f"{requests.name} is in service; {down_command} deletes it and stops the charges")
     return 0, {**requests.to_dict(), "arn": arn}
 
 

@@ -50,14 +50,15 @@ def read_workload(path: Path, name: str | None, *, max_name_length: int) -> Work
         )
         accelerators_per_node = config.accelerators_per_engine // config.nodes_per_engine
         engines = config.engine_range
-        smallest = [(accelerators_per_node, engines.smallest * config.nodes_per_engine)]
-        largest = [(accelerators_per_node, engines.largest * config.nodes_per_engine)]
+        # Pairs: accelerators on one node, and how many such nodes or engines.
+        min_engines = [(accelerators_per_node, engines.smallest * config.nodes_per_engine)]
+        max_engines = [(accelerators_per_node, engines.largest * config.nodes_per_engine)]
     else:
         command, grace_s = "serve", max(model.drain_s for model in config.served)
         for model in config.served:
             require_room(offer, model, pipeline_parallel_size=model.pipeline_parallel_size)
         # An endpoint starts only if all its engines fit.
-        smallest = largest = [
+        min_engines = max_engines = [
             (model.tensor_parallel_size * model.pipeline_parallel_size, model.max_replicas) for model in config.served
         ]
     return Workload(
@@ -67,7 +68,7 @@ def read_workload(path: Path, name: str | None, *, max_name_length: int) -> Work
         settings=config.model_dump(mode="json", exclude_unset=True, exclude={"profile"}),
         offer=offer,
         market=config.market,
-        num_machines=(count_machines(offer, smallest), count_machines(offer, largest)),
+        num_machines=(count_machines(offer, min_engines), count_machines(offer, max_engines)),
         grace_s=grace_s + _SPARE_S,
     )
 

@@ -52,7 +52,7 @@ def add_flags(
         if name in yaml_only:
             continue
         field = model.model_fields[name]
-        text = argparse.SUPPRESS if name in hidden else _help(field)
+        text = argparse.SUPPRESS if name in hidden else _help_text(field)
         options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": text}
         names = [*([short[name]] if name in short else []), f"--{name.replace('_', '-')}"]
         kind, extra = _without_none(field.annotation), field.json_schema_extra
@@ -242,11 +242,11 @@ def _explain(error: Any, variables: Mapping[str, str]) -> str:
 def _without_none(annotation: Any) -> Any:
     """Return the annotation without `| None`."""
     if isinstance(annotation, types.UnionType):
-        (annotation,) = [a for a in typing.get_args(annotation) if a is not type(None)]
+        (annotation,) = [part for part in typing.get_args(annotation) if part is not type(None)]
     return annotation
 
 
-def _help(field: FieldInfo) -> str:
+def _help_text(field: FieldInfo) -> str:
     text = (field.description or "").replace("%", "%%")
     has_default = not field.is_required() and field.default is not None and field.default_factory is None
     return f"{text} (default: {field.default})" if has_default and field.default is not False else text

@@ -65,8 +65,10 @@ class CommandParser(argparse.ArgumentParser):
         summary, examples, *_ = (self.description or "").split("\n\n")
         actions = {action.dest: action for action in self._actions_of_all_groups()}
         formatter = _Formatter(self.prog)
-        formatter.add_section("most used options", [_brief(actions[name]) for name in self._common])
-        lines = [f"  --help={title:<13} {_names(group)}" for title, group in groups.items() if title not in _UNLISTED]
+        formatter.add_section("most used options", [_shorten_option(actions[name]) for name in self._common])
+        lines = [
+            f"  --help={title:<13} {_option_names(group)}" for title, group in groups.items() if title not in _UNLISTED
+        ]
         lines.append(f"  --help={'all':<13} every option, with more about this command")
         return "\n".join(
             [
@@ -141,7 +143,7 @@ def _first_examples(text: str) -> list[str]:
     return lines
 
 
-def _brief(action: argparse.Action) -> argparse.Action:
+def _shorten_option(action: argparse.Action) -> argparse.Action:
     """Return a copy of an option for the short help: only the first clause of its help, and without the --no- form."""
     default = re.search(r" \(default: [^)]*\)$", action.help or "")
     clause = (action.help or "").removesuffix(default.group() if default else "").split(";")[0]
@@ -156,7 +158,7 @@ def _brief(action: argparse.Action) -> argparse.Action:
     )
 
 
-def _names(actions: list[argparse.Action]) -> str:
+def _option_names(actions: list[argparse.Action]) -> str:
     """Return the first options of a group, as many as fit into one line."""
     names = [max(action.option_strings, key=len) for action in actions]
     names = [name.removeprefix("--no-") if name.startswith("--no-") else name.removeprefix("--") for name in names]

@@ -165,8 +165,8 @@ def published_lines(table: "PublishedTable") -> list[str]:
     for other in others:
         if gains := table.gains("peagle", over=other):
             rows.append([f"best P-EAGLE / {METHOD_NAMES[other]}", *(f"{gain:.2f}" for gain in gains)])
-    head = f"{table.dataset}: {table.label}, {table.precision.upper()}, output tokens/s"
-    return [head, *(f"  {line}" for line in aligned(rows)), f"  [{table.source}, {table.url}]"]
+    title = f"{table.dataset}: {table.label}, {table.precision.upper()}, output tokens/s"
+    return [title, *(f"  {line}" for line in aligned(rows)), f"  [{table.source}, {table.url}]"]
 
 
 def _presence(head: "HeadCard | None") -> str:

@@ -85,13 +85,13 @@ class Throttle:
     """Limits a progress callback to one call every few seconds. The first and the last call are always passed on."""
 
     def __init__(self, report: Any) -> None:
-        self._report, self._last = report, float("-inf")
+        self._report, self._reported_at = report, float("-inf")
 
     def __call__(self, *progress: Any) -> None:
         """Take the finished and the total number as `progress`, or a record with `step` and `num_steps`."""
         num_done, total = (progress[0].step, progress[0].num_steps) if len(progress) == 1 else progress
-        if num_done == total or time.monotonic() - self._last >= _REPORT_EVERY_S:
-            self._last = time.monotonic()
+        if num_done == total or time.monotonic() - self._reported_at >= _REPORT_EVERY_S:
+            self._reported_at = time.monotonic()
             self._report(*progress)
 
 

@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         args.source, build_index(args.exclude or DEFAULT_SETS), limit=args.limit, seed=args.seed
     )
     prompts = [asdict(prompt) for prompt in built]
-    _write(prompts, args.output)
+    _write_prompts(prompts, args.output)
     for drop in checked.dropped:
         print(f"dropped {drop.item.module}.{drop.item.name}: shares {drop.overlap!r} with {drop.evaluation_set}")
     print(f"{len(prompts):,} prompts of {len(checked.kept):,} functions or texts: {args.output}")
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     return 0, {"output": str(args.output), "prompts": len(prompts), "dropped": dropped}
 
 
-def _write(prompts: list[dict[str, Any]], output: Path) -> None:
+def _write_prompts(prompts: list[dict[str, Any]], output: Path) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
     if output.suffix.lower() == ".parquet":
         import pyarrow as pa

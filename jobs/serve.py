@@ -143,7 +143,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
             ):
                 print(_banner(config, None if is_remote else cluster.metrics_port()))
                 print(config.url, flush=True)
-                _wait(config, hardware, served, stopped)
+                _wait_until_stopped(config, hardware, served, stopped)
                 print("stopping: waiting for running requests; repeat to stop immediately", flush=True)
                 _shutdown(config, is_remote=is_remote, is_up=True)
     return 0, {"models": [model.options.served_name for model in served]}
@@ -154,9 +154,9 @@ def _banner(config: ServeConfig, metrics_port: int | None) -> str:
     url = config.url.replace("//0.0.0.0:", "//127.0.0.1:")
     body = {"model": config.served[0].served_name, "messages": [{"role": "user", "content": "Hello!"}]}
     requires_key = config.keys is not None or bool(os.environ.get("PEAGLE_API_KEYS"))
-    header = ' -H "Authorization: Bearer $API_KEY"' if requires_key else ""
+    curl_header = ' -H "Authorization: Bearer $API_KEY"' if requires_key else ""
     api_key = 'os.environ["API_KEY"]' if requires_key else '"none"'
-    who = (
+    access = (
         "every request needs an API key: peagle serve keys list shows their names"
         if requires_key
         else "none, so only this machine can use the endpoint: peagle serve keys --help"
@@ -165,8 +165,8 @@ def _banner(config: ServeConfig, metrics_port: int | None) -> str:
         ("page", url.removesuffix("/v1")),
         ("API", f"{url.removesuffix('/v1')}/docs"),
         *([] if metrics_port is None else [("metrics", f"http://127.0.0.1:{metrics_port}/metrics")]),
-        ("keys", who),
-        ("curl", f"curl {url}/chat/completions{header} -H 'Content-Type: application/json' -d '{to_json(body)}'"),
+        ("keys", access),
+        ("curl", f"curl {url}/chat/completions{curl_header} -H 'Content-Type: application/json' -d '{to_json(body)}'"),
         ("Python", f"{'import os; ' if requires_key else ''}from openai import OpenAI"),
         ("", f'client = OpenAI(base_url="{url}", api_key={api_key})'),
         ("", f"reply = client.chat.completions.create({', '.join(f'{k}={to_json(v)}' for k, v in body.items())})"),
@@ -207,7 +207,7 @@ def _deploy(config: ServeConfig, hardware: Any, served: "list[Served]", *, is_re
     _require_address(config)
     application = bind(config, hardware, served)
     try:
-        _start(application, config.state)
+        _start_application(application, config.state)
     except BaseException:  # including Ctrl-C: a remote cluster would keep the application
         _shutdown(config, is_remote=is_remote, is_up=False)
         raise
@@ -246,7 +246,7 @@ def _require_address(config: ServeConfig) -> None:
         )
 
 
-def _start(application: Any, state: Path) -> None:
+def _start_application(application: Any, state: Path) -> None:
     from ray import serve
 
     from peagle.economics.ledger import read_sessions
@@ -268,13 +268,13 @@ def _start(application: Any, state: Path) -> None:
     except RuntimeError as error:  # Serve gave up
         require_none_failed(session.self_check for session in new_sessions())
         new_logs = sorted(set(logs.glob("engine-*.log")) - logs_before)
-        text = "\n".join(log.read_text(errors="replace") for log in new_logs)
-        raise with_root_cause(EngineError(f"the endpoint did not start: {error}"), text) from error
+        log_text = "\n".join(log.read_text(errors="replace") for log in new_logs)
+        raise with_root_cause(EngineError(f"the endpoint did not start: {error}"), log_text) from error
     for warning in start_warnings(new_sessions()):
         print(format_start_warning(warning), flush=True)
 
 
-def _wait(config: ServeConfig, hardware: Any, served: "list[Served]", stopped: threading.Event) -> None:
+def _wait_until_stopped(config: ServeConfig, hardware: Any, served: "list[Served]", stopped: threading.Event) -> None:
     """Wait for the stop event, and warn about drafters that cost more than they save."""
     from pipelines.online.cost import CostView
     from pipelines.online.live import watch_drafters

@@ -22,7 +22,7 @@ and the endpoint's batches. Keys have their own budgets: `peagle serve keys`.
 
 
 def ledger_of(state: Path) -> Path:
-    """Return the ledger of an endpoint.
+    """Return the ledger folder of an endpoint.
 
     Raises:
         ConfigError: the ledger does not exist.

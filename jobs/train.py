@@ -92,8 +92,8 @@ def _print_shard(done: int, total: int) -> None:
 
 
 def _print_step(progress: Any) -> None:
-    accuracy = " ".join("-" if a is None else f"{a:.2f}" for a in progress.accuracy)
-    length = 1 + sum(a or 0 for a in progress.accepted)
+    accuracy = " ".join("-" if rate is None else f"{rate:.2f}" for rate in progress.accuracy)
+    length = 1 + sum(rate or 0 for rate in progress.accepted)
     left_s = (progress.num_steps - progress.step) * progress.train_s / progress.step
     say(
         f"step {progress.step}/{progress.num_steps}  loss {progress.loss:.3f}  accuracy by depth {accuracy}"

@@ -17,7 +17,7 @@ def save_block_head(
     architecture = read_architecture(target)
     model = DFlashDraftModel if algorithm == "dflash" else DSparkDraftModel
     head = model.from_training_args(
-        architecture.layer_config(num_layers=2, num_key_value_heads=None),
+        architecture.layer_config(num_layers=num_layers, num_key_value_heads=None),
         draft_vocab_size=architecture.vocab_size,
         target_layer_ids=list(aux_layers),
         mask_token_id=0,

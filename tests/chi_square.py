@@ -38,7 +38,7 @@ def power(
 def sharpened(probabilities: Mapping[Hashable, float], temperature: float) -> dict[Hashable, float]:
     """Return the distribution at another temperature, to simulate a sampler with a bug."""
     powers = {outcome: chance ** (1 / temperature) for outcome, chance in probabilities.items()}
-    return {outcome: power * sum(probabilities.values()) / sum(powers.values()) for outcome, power in powers.items()}
+    return {outcome: value * sum(probabilities.values()) / sum(powers.values()) for outcome, value in powers.items()}
 
 
 def draw_samples(probabilities: Mapping[Hashable, float], num_samples: int, seed: int) -> Counter[Hashable]:

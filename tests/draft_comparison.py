@@ -24,14 +24,14 @@ def run_jobs(jobs, environment, folder):
     """Run recorded_drafts.py on these jobs in one process, with these environment variables. Return its results."""
     jobs_file, results_file = folder / "jobs.json", folder / "results.pt"
     jobs_file.write_text(json.dumps(jobs))
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, str(_SCRIPT), jobs_file, results_file],
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert process.returncode == 0, process.stderr[-3000:]
     return torch.load(results_file)
 
 
@@ -71,15 +71,15 @@ class Comparison:
 def compare(recorded, num_prompt_tokens, head, document_of):
     """Compare every recorded draft with that of the training code. Fail at the first difference that is no tie."""
     result = Comparison()
-    documents, finished = _documents(recorded, num_prompt_tokens, document_of), []
+    documents, compared_contexts = _documents(recorded, num_prompt_tokens, document_of), []
     for context in recorded["contexts"]:
         request, known = _request(context), context["known"]
         if known < num_prompt_tokens[request]:
             result.num_chunks += 1
         elif known < len(recorded["tokens"][request]):  # after the last token, there is no text to compare with
-            finished.append((request, known, context))
+            compared_contexts.append((request, known, context))
     training_drafts = {}
-    for request, known, context in finished:
+    for request, known, context in compared_contexts:
         assert recorded["tokens"][request][known] == context["token"]
         document = documents[request]
         state_error = (document.aux_TAH[known - 1] - context["states"]).norm() / context["states"].norm()

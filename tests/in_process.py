@@ -19,7 +19,7 @@ from peagle.economics.ledger import RequestReader
 from peagle.economics.prices import Price
 from peagle.economics.usage import EngineFacts
 from pipelines.cluster.placement import Neighbours, Placement
-from pipelines.online import ingress as module
+from pipelines.online import ingress as ingress_module
 from pipelines.online.batches.settings import BatchModel, BatchSettings
 from pipelines.online.config import ServedModelOptions
 from pipelines.online.gateway.admission import ServedModel
@@ -122,9 +122,9 @@ class Served:
     async def watch(self):
         """Measure the lag forever, in the endpoint's event loop."""
         while True:
-            due = time.perf_counter() + _TICK_S
+            due_at = time.perf_counter() + _TICK_S
             await asyncio.sleep(_TICK_S)
-            self._lag_s = max(self._lag_s, time.perf_counter() - due)
+            self._lag_s = max(self._lag_s, time.perf_counter() - due_at)
 
 
 @contextlib.contextmanager
@@ -144,14 +144,14 @@ def serve_in_process(folder, limits, *, max_model_len=256, **settings):
     settings = {"refusals_per_s": math.inf, **settings}
     settings = GateSettings(models=(model,), ledger=folder / "ledger", key_file=folder / "keys.json", **settings)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "Runner", NeverEndingRunner)
-        patch.setattr(module, "replica_counts", lambda _: {"m": dict.fromkeys(_STATES, 1)})
+        patch.setattr(ingress_module, "Runner", NeverEndingRunner)
+        patch.setattr(ingress_module, "replica_counts", lambda _: {"m": dict.fromkeys(_STATES, 1)})
         config = SimpleNamespace(model_id="m", engine_kwargs={"max_model_len": max_model_len})
         engine = FakeServeEngine(ServedModelOptions(engine="fake"), config)
         handles, batches = {"m": FakeDeploymentHandle(engine, account)}, _batches(folder, model)
-        ingress = module.PeagleIngress(handles, {"m": CARD}, settings=settings, price=price, batches=batches)
-        app = module.make_app(settings)
-        for name, route in module._ROUTES.items():
+        ingress = ingress_module.PeagleIngress(handles, {"m": CARD}, settings=settings, price=price, batches=batches)
+        app = ingress_module.make_app(settings)
+        for name, route in ingress_module._ROUTES.items():
             route(app)(getattr(ingress, name))
         server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical"))
         served = Served(None, {name: key for name, (key, _) in secrets.items()}, folder / "ledger")

@@ -20,7 +20,7 @@ class MovingHub:
     def __init__(self, folder, monkeypatch):
         self.is_online, self.requests = True, []
         self._cache, self._branches, self._configs = folder, {}, {}
-        self._from_cache = huggingface_hub.hf_hub_download
+        self._original_download = huggingface_hub.hf_hub_download
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder))
         monkeypatch.setattr(huggingface_hub, "hf_hub_download", self._download)
         monkeypatch.setattr(socket, "create_connection", self._connect)
@@ -39,7 +39,7 @@ class MovingHub:
             if (model_id, commit) not in self._configs:
                 raise LocalEntryNotFoundError(f"there is no {model_id} at {commit}")
             self._store(model_id, revision or "main", commit, name)
-        return self._from_cache(model_id, name, revision=revision, local_files_only=True)
+        return self._original_download(model_id, name, revision=revision, local_files_only=True)
 
     def _store(self, model_id, revision, commit, name):
         repository = self._cache / f"models--{model_id.replace('/', '--')}"

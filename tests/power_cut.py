@@ -26,7 +26,7 @@ class Disk:
         self._root = root
         self._names: dict[File, dict[str, tuple[File, bool]]] = {}
         self._bytes: dict[File, bytes] = {}
-        self._held: dict[File, int] = {}
+        self._descriptors: dict[File, int] = {}
         self._record_folder(root)
 
     def record_sync(self, descriptor: int) -> None:
@@ -49,7 +49,7 @@ class Disk:
             yield image
 
     def close(self) -> None:
-        for descriptor in self._held.values():
+        for descriptor in self._descriptors.values():
             os.close(descriptor)
 
     def _record_folder(self, folder: Path) -> None:
@@ -61,24 +61,30 @@ class Disk:
 
     def _hold(self, path: Path) -> None:
         inode = path.stat().st_ino if path.exists() else None
-        if inode is not None and inode not in self._held:
-            self._held[inode] = os.open(path, os.O_PATH)
+        if inode is not None and inode not in self._descriptors:
+            self._descriptors[inode] = os.open(path, os.O_PATH)
 
     def _copy(self, folder: Path, image: Path, is_written: Callable[[], bool]) -> None:
         """Copy a folder as it is on disk. `is_written` decides whether an unsynced change is on disk."""
         image.mkdir(parents=True)
-        now = {path.name: (path.stat().st_ino, path.is_dir()) for path in folder.iterdir()}
-        names = self._names.get(folder.stat().st_ino, {})
-        for name in sorted(now.keys() | names.keys()):
-            entry = now.get(name) if now.get(name) == names.get(name) or is_written() else names.get(name)
+        current_names = {path.name: (path.stat().st_ino, path.is_dir()) for path in folder.iterdir()}
+        synced_names = self._names.get(folder.stat().st_ino, {})
+        for name in sorted(current_names.keys() | synced_names.keys()):
+            entry = (
+                current_names.get(name)
+                if current_names.get(name) == synced_names.get(name) or is_written()
+                else synced_names.get(name)
+            )
             if entry is None:
                 continue
             inode, is_folder = entry
             if is_folder:
-                if now.get(name) == entry:
+                if current_names.get(name) == entry:
                     self._copy(folder / name, image / name, is_written)
             else:
-                (image / name).write_bytes(self._content(inode, folder / name, now.get(name) == entry, is_written))
+                (image / name).write_bytes(
+                    self._content(inode, folder / name, current_names.get(name) == entry, is_written)
+                )
 
     def _content(self, inode: File, path: Path, exists: bool, is_written: Callable[[], bool]) -> bytes:
         content = self._bytes.get(inode, b"")

@@ -37,12 +37,12 @@ class RayJobs:
     def submit(self, *arguments: str) -> str:
         """Submit a job. Return the output of `ray job submit`, which includes the job's output without `--no-wait`."""
         while True:
-            done = self.call("submit", *arguments)
-            if "No available agent" not in done.stderr:
+            process = self.call("submit", *arguments)
+            if "No available agent" not in process.stderr:
                 break
             time.sleep(2)  # the job server is up before it can run jobs
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-        return done.stdout
+        assert process.returncode == 0, process.stdout[-3000:] + process.stderr[-3000:]
+        return process.stdout
 
     def wait_until_ended(self, name: str) -> str:
         """Wait until a job has ended, and return Ray's message."""

@@ -72,10 +72,10 @@ class FakeEngineOptions(BaseModel):
 class GenerateConfig(FakeEngineOptions, PriceOptions, TagOptions, PromptOptions, SamplingOptions, EngineOptions):
     """One bulk run.
 
-    Descriptions are the help texts of the flags; unknown keys are errors.
+    Field descriptions are the help texts of the flags; unknown keys are errors.
     """
 
-    model_config = ConfigDict(allow_inf_nan=False)  # JSON, and so run.json, has no infinity and no NaN
+    model_config = ConfigDict(allow_inf_nan=False)  # run.json is JSON, which has no infinity or NaN
 
     input: str = Field(
         description="corpus: a file, a folder or a glob of Parquet, JSONL, CSV, text or OpenAI batch files, "

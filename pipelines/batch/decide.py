@@ -1,6 +1,6 @@
 """Resolve a run before it is created or continued: hardware, plan, engine, placement and price.
 
-Nothing is written. On an autoscaled cluster this requests the accelerators and waits for them.
+`decide` writes nothing. On an autoscaled cluster it requests accelerators and waits for them.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def decide(request: RunRequest, cluster: Connection, announce: Callable[[str], N
         announce: called with progress messages and the result.
 
     Raises:
-        PeagleError: for the reasons of `resolve` and `hardware_for`.
+        PeagleError: see `resolve` and `hardware_for`.
     """
     directory = RunDirectory(request.config.output)
     _check_request(request, directory, cluster)
@@ -80,8 +80,8 @@ def _hardware_and_plan(
 ) -> tuple[Hardware, Plan]:
     """Return a node's hardware and the plan.
 
-    If accelerators are requested, the plan is made for them before they are requested, so that invalid input is found
-    first. Otherwise the plan depends on the nodes.
+    If an accelerator type is configured, the plan is made before accelerators are requested, so that invalid input is
+    found first. Otherwise the plan depends on the nodes.
     """
     if directory.exists or request.config.accelerator_type:
         plan = stored_or_new_plan(request, directory, "cuda")
@@ -91,7 +91,7 @@ def _hardware_and_plan(
 
 
 def stored_or_new_plan(request: RunRequest, directory: RunDirectory, platform: Literal["cpu", "cuda"]) -> Plan:
-    """Return the stored plan, or a new one.
+    """Return the plan of an existing run, or a new plan.
 
     Raises:
         InputError: the corpus cannot be read, or has no rows.
@@ -107,8 +107,8 @@ def replan(request: RunRequest, directory: RunDirectory) -> Plan:
     Raises:
         InputError: the corpus cannot be read, or has no rows.
     """
-    stored = directory.plan()
-    return make_plan(request.config, stored.cut, earlier_fingerprint=stored.corpus_fingerprint)
+    stored_plan = directory.plan()
+    return make_plan(request.config, stored_plan.cut, earlier_fingerprint=stored_plan.corpus_fingerprint)
 
 
 # --- the hardware
@@ -155,8 +155,8 @@ def _hardware_of_finished_run(request: RunRequest, directory: RunDirectory) -> H
 def _available_hardware(request: RunRequest, announce: Callable[[str], None]) -> Hardware:
     """Return the hardware of this node or of a cluster node.
 
-    If engines need accelerators, they are first requested from an autoscaling cluster. Otherwise the run would use the
-    CPUs of its head node. New machines cost money immediately, so their price must be known.
+    Needed accelerators are first requested from an autoscaling cluster, since the run would otherwise use the CPUs of
+    its head node. New machines cost money immediately, so their price must be known.
 
     Raises:
         CapacityError: the accelerators do not become available.
@@ -165,9 +165,9 @@ def _available_hardware(request: RunRequest, announce: Callable[[str], None]) ->
     if not ray.is_remote():
         return detect_machine()
     config = request.config
-    per_engine, num_nodes, kind = config.accelerators_per_engine, config.nodes_per_engine, config.accelerator_type
-    if kind is not None:
-        engine = on_accelerators(per_engine, nodes_per_engine=num_nodes, accelerator_type=kind)
+    per_engine, num_nodes, accel_type = config.accelerators_per_engine, config.nodes_per_engine, config.accelerator_type
+    if accel_type is not None:
+        engine = on_accelerators(per_engine, nodes_per_engine=num_nodes, accelerator_type=accel_type)
         if ray.room_for(engine) < config.engine_range.smallest:
             require_price(config, engine.accelerator_type)
         ray.require_capacity(
@@ -177,7 +177,9 @@ def _available_hardware(request: RunRequest, announce: Callable[[str], None]) ->
             check=request.require_time,
             announce=announce,
         )
-    return inspection.inspect(accelerators_per_engine=per_engine, nodes_per_engine=num_nodes, accelerator_type=kind)
+    return inspection.inspect(
+        accelerators_per_engine=per_engine, nodes_per_engine=num_nodes, accelerator_type=accel_type
+    )
 
 
 def _num_nodes(request: RunRequest, hardware: Hardware) -> int:

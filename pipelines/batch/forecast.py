@@ -74,7 +74,7 @@ class RunForecast:
             ("run", f"{run.directory}: " + ("new" if is_new else f"continues, {self.num_rows_left:,} rows left")),
             ("rows", f"{plan.num_rows:,} in {len(plan.units):,} units"),
             *[("note", note) for note in plan.notes],
-            ("prompts", _prompts(self.sample)),
+            ("prompts", _describe_prompts(self.sample)),
             ("answers", f"at most {format_count(self.sample.max_output_tokens)} tokens in total"),
             ("model", f"{run.model.name}, {run.precision.describe()}, context {run.spec.max_model_len}"),
             (
@@ -91,7 +91,7 @@ class RunForecast:
             ("price", format_price(run.price.to_dict())),
             ("engines cost", f"{format_usd(self.usd_per_h)} an hour{price_warning(run.price)}"),
             ("expected", self._expected()),
-            *_limits(config, self.usd_per_h),
+            *_budget_lines(config, self.usd_per_h),
         ]
 
     def to_dict(self) -> dict[str, Any]:
@@ -146,7 +146,7 @@ def forecast(request: RunRequest, announce: Callable[[str], None]) -> RunForecas
     config = request.config
     directory = RunDirectory(config.output)
     require_run_fits(request, directory)
-    hardware, is_for_this_machine, num_nodes = _machines(config)
+    hardware, is_for_this_machine, num_nodes = _engine_hardware(config)
     plan = stored_or_new_plan(request, directory, hardware.platform)
     run = resolve(request, directory, plan, hardware, num_nodes=num_nodes, announce=announce)
     units_left = plan.remaining_units(directory.committed()) if directory.exists else plan.units
@@ -167,7 +167,7 @@ def resolve_unset_options(config: GenerateConfig) -> ResolvedDefaults:
     Raises:
         PeagleError: the run would be refused before its corpus is read.
     """
-    hardware, is_for_this_machine, num_nodes = _machines(config)
+    hardware, is_for_this_machine, num_nodes = _engine_hardware(config)
     placement = place_engines(config, hardware, num_nodes)
     price = resolve_engine_price(config, hardware, placement)
     engine = resolve_run_engine(config, hardware, placement, announce=print)
@@ -176,7 +176,7 @@ def resolve_unset_options(config: GenerateConfig) -> ResolvedDefaults:
     )
 
 
-def _machines(config: GenerateConfig) -> tuple[Hardware, bool, int]:
+def _engine_hardware(config: GenerateConfig) -> tuple[Hardware, bool, int]:
     """Return the engines' hardware, whether it belongs to this machine, and the number of nodes."""
     per_node = config.accelerators_per_engine // config.nodes_per_engine
     hardware, is_for_this_machine = configured_or_local_machine(
@@ -203,7 +203,7 @@ def describe_engine_memory(engine: ResolvedEngine, hardware: Hardware, placement
     )
 
 
-def _prompts(sample: CorpusSample) -> str:
+def _describe_prompts(sample: CorpusSample) -> str:
     mean = sample.prompt_tokens / sample.num_rows
     rows = "all rows" if sample.is_whole else f"{sample.num_sampled:,} rows sampled"
     failed = f"; {sample.num_failed:,} of them would be dead letters ({sample.example})" if sample.num_failed else ""
@@ -227,7 +227,7 @@ def price_warning(price: Price) -> str:
     return f" (the price might be wrong: {price.doubt})" if price.doubt else ""
 
 
-def _limits(config: GenerateConfig, usd_per_h: float) -> Lines:
+def _budget_lines(config: GenerateConfig, usd_per_h: float) -> Lines:
     if config.budget_usd is None:
         return []
     hours = format_duration(config.budget_usd / usd_per_h * 3600)

@@ -58,14 +58,14 @@ class WeightedSemaphore:
 
     def __init__(self, num_slots: int) -> None:
         self._num_slots = self._num_free = num_slots
-        self._turn = asyncio.Lock()
+        self._queue_lock = asyncio.Lock()
         self._changed = asyncio.Condition()
 
     @contextlib.asynccontextmanager
     async def acquire(self, num_slots: int = 1) -> AsyncIterator[None]:
         """Hold this many slots, or all slots if there are fewer."""
         num_slots = min(num_slots, self._num_slots)
-        async with self._turn, self._changed:
+        async with self._queue_lock, self._changed:
             await self._changed.wait_for(lambda: self._num_free >= num_slots)
             self._num_free -= num_slots
         try:
@@ -77,7 +77,7 @@ class WeightedSemaphore:
 
 
 def rows_in_engine(slots: int) -> int:
-    """Return how many rows to give an engine with this many slots: all slots, and some that wait.
+    """Return how many rows to give an engine with this many slots: one per slot, and some that wait.
 
     Rows of equal length end in the same step. If fewer rows wait than end, slots of the next step stay empty. With many
     slots, few rows end together, and every row in an engine is a suspect when the engine crashes.

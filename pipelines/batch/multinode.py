@@ -77,12 +77,12 @@ class Followers:
         self.is_lost = False
         self._die: Callable[[str], object] = lambda _: None
         self._has_started = threading.Event()
-        actors = _actors(run.placement.resources_per_node, run.spec.num_nodes - 1)
+        actors = _follower_classes(run.placement.resources_per_node, run.spec.num_nodes - 1)
         leader = (_own_address(), free_port(""))
         self.rank = NodeRank(number=0, host=leader[0], leader=leader)
         # Ray ends an actor that nothing references.
         self._followers = [actor.remote(run, session_id, number) for number, actor in enumerate(actors, 1)]
-        self._ends = [follower.follow.remote(leader) for follower in self._followers]
+        self._follow_calls = [follower.follow.remote(leader) for follower in self._followers]
         threading.Thread(target=self._watch, daemon=True).start()
 
     def set_started(self, die: Callable[[str], object]) -> None:
@@ -103,10 +103,11 @@ class Followers:
         self._die(self.failure.message)
 
     def _first_end(self) -> PeagleError:
+        """Wait until a follower ends, and return why."""
         import ray
 
-        ended, _ = ray.wait(self._ends, num_returns=1)
-        message = f"the engine's ranks on node {self._ends.index(ended[0]) + 1} ended"
+        ended, _ = ray.wait(self._follow_calls, num_returns=1)
+        message = f"the engine's ranks on node {self._follow_calls.index(ended[0]) + 1} ended"
         try:
             ray.get(ended)
         except Exception as error:  # raised by the follower, or by Ray if the follower's process or node is gone
@@ -115,7 +116,7 @@ class Followers:
         return EngineError(message, hint=_LOGS)
 
 
-def _actors(resources_per_node: Mapping[str, float], count: int) -> list[Any]:
+def _follower_classes(resources_per_node: Mapping[str, float], count: int) -> list[Any]:
     """Wait for room on `count` other nodes, and return a `Follower` actor class for each."""
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy

@@ -42,7 +42,7 @@ class RunRequest:
         commits: model revisions that a new run must use, by hub id; an existing run keeps its own.
         served_name: the model's name in OpenAI answers of a new run; None for the model's own name.
         allowance: replaces the configuration's budget; None keeps it.
-        limits: the configured limits, with a reserve for shutdown. A relative deadline counts from now.
+        limits: the configured limits, with a reserve for shutdown. A relative deadline counts from this request.
     """
 
     config: GenerateConfig

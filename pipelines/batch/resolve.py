@@ -38,13 +38,13 @@ from pipelines.batch.lender import Lender
 from pipelines.batch.request import RunRequest
 from pipelines.cluster.placement import Placement, place
 
-# Compiling on a CPU takes 60 s, and saves 2.1 ms per token of the embedded model (0.27 GB): 78.2 instead of 67.4 output
+# Compiling on a CPU takes 60 s, and saves 2.1 ms per token of SmolLM2-135M (0.27 GB): 78.2 instead of 67.4 output
 # tokens/s (48 prompts of 128 tokens, EAGLE-3, K=3, 8 requests, `peagle generate --ignore-eos`, 2 busy cores of an AMD
 # EPYC with AVX-512, 2026-11-28).
 _CPU_COMPILING_S, _CPU_SAVED_S = 60.0, 2.1e-3 / 0.27e9  # saved: per token and byte of weights
 # On a GPU, compiling takes 68 s with the capture of CUDA graphs (H200, shape of Qwen3-Coder-30B-A3B, no drafter). It
-# saves at most the whole time of an uncompiled step: 20 ms for the embedded target with 30 layers and its P-EAGLE head,
-# which is 0.6 ms per layer (same GPU, shared with training; benchmarks/gpu/2026-11-27-h200-first-engines.md).
+# saves at most the whole time of an uncompiled step: 20 ms for SmolLM2-135M with 30 layers and its P-EAGLE head, which
+# is 0.6 ms per layer (same GPU, shared with training; benchmarks/gpu/2026-11-27-h200-first-engines.md).
 _GPU_COMPILING_S, _GPU_SAVED_S = 68.0, 0.6e-3
 
 
@@ -128,16 +128,16 @@ class ResolvedRun:
         return self.slot_group or str(self.directory.manifest()["run_id"])
 
     def for_stages(self) -> "ResolvedRun":
-        """Return the run without its units, of which there may be millions: each stage receives its own."""
+        """Return the run without its units, of which there may be millions."""
         return replace(self, plan=replace(self.plan, units=()))
 
     def request_builder(self) -> RequestBuilder:
-        """Return the builder of engine requests from rows."""
+        """Return a builder that turns rows into engine requests."""
         tokenizer = tokenizer_of(_tokenizer_name(self.config, self.engine), self.spec.revision)
         return RequestBuilder(PromptBuilder(self.prompts, tokenizer, self.sampling.limits.max_model_len), self.sampling)
 
     def response_parser(self) -> ResponseParser | None:
-        """Return the parser of responses on the engine's side; None if none is configured."""
+        """Return the configured parser of responses, or None."""
         if not has_parser(self.config.model_dump()):
             return None
         return ResponseParser(
@@ -246,7 +246,7 @@ def resolve(
 
 
 def may_skip_compiling(options: EngineOptions, spec: EngineSpec) -> bool:
-    """Whether peagle may skip compiling: if the user did not decide and no compiled code is cached."""
+    """Whether peagle may skip compiling: not if the user decided, with compiled code, or with pipeline stages."""
     return (
         "enforce_eager" not in options.model_fields_set
         and options.pipeline_parallel_size == 1
@@ -267,7 +267,7 @@ def _is_worth_compiling(config: GenerateConfig, plan: Plan, hardware: Hardware, 
 
 
 def _tokenizer_name(config: GenerateConfig, engine: ResolvedEngine) -> str | None:
-    """Return the model whose tokenizer is used; None for the fake engine's bytes."""
+    """Return the model whose tokenizer is used; None for the fake engine, whose tokens are bytes."""
     return None if config.engine == "fake" else engine.spec.model
 
 
@@ -282,7 +282,7 @@ def resolve_run_engine(
     """Resolve the engine of a run.
 
     Raises:
-        PeagleError: for the reasons of `resolve`.
+        PeagleError: see `resolve`.
     """
     if config.engine == "fake":
         return compose_fake_engine(config, hardware)

@@ -31,7 +31,7 @@ from pipelines.batch.request import BY_SIGNAL, RunRequest
 from pipelines.batch.resolve import ResolvedRun
 from pipelines.batch.streaming import stream
 from pipelines.batch.supervision import Supervisor, require_few_failures
-from pipelines.cluster import ray
+from pipelines.cluster import ray as ray_cluster
 from pipelines.cluster.connection import Connection, connection
 
 
@@ -77,7 +77,7 @@ def stoppable(request: RunRequest) -> Iterator[None]:
     Raises:
         StoppedEarly: names the command that continues the run.
     """
-    with signals_as_interrupts(), ray.recording_exit_code():
+    with signals_as_interrupts(), ray_cluster.recording_exit_code():
         try:
             yield
         except KeyboardInterrupt:
@@ -142,7 +142,7 @@ def manifest(request: RunRequest, run: ResolvedRun) -> dict[str, Any]:
     drafter, watch, baseline = run.spec.drafter, run.drafter_watch(), run.baseline
     return {
         "schema": provenance.SCHEMA,
-        "keeps_inputs": True,
+        "keeps_inputs": True,  # input columns keep their names
         "run_id": f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{os.getpid()}",
         "created_at": time.time(),
         "command": list(request.command),
@@ -170,13 +170,13 @@ def manifest(request: RunRequest, run: ResolvedRun) -> dict[str, Any]:
 
 
 def _retry(directory: RunDirectory, plan: Plan, progress: RunProgress) -> Plan:
-    with_retry = plan_retry(directory, plan)
-    retry_units = with_retry.units[len(plan.units) :]
+    plan_with_retries = plan_retry(directory, plan)
+    retry_units = plan_with_retries.units[len(plan.units) :]
     if retry_units:
         progress.say(f"retrying {sum(unit.num_rows for unit in retry_units)} failed rows")
     else:
         progress.say("there are no failed rows to retry")
-    return with_retry
+    return plan_with_retries
 
 
 # --- execute
@@ -202,14 +202,14 @@ def execute(
         progress.enter("starting Ray")
         cluster.start()
         with stop_on_signal(request.stop, message=request.killed_message):
-            ray.require_capacity(
+            ray_cluster.require_capacity(
                 run.placement,
                 run.config.engine_range.smallest,
                 wait_s=run.config.cluster_wait_s,
                 check=supervisor.require_within_limits,
                 announce=progress.say,
             )
-            ray.release_nodes()  # the engines request them from now on
+            ray_cluster.release_nodes()  # the engines request them from now on
             progress.enter("loading" if run.spec.enforce_eager else "loading and compiling")
             stream(run, units, supervisor, progress, RunMetrics(request, run))
 
@@ -229,7 +229,7 @@ def _tag_budgets(run: ResolvedRun) -> TagBudgets | None:
 def finish(request: RunRequest, run: ResolvedRun, *, was_already_finished: bool) -> Outcome:
     """Write the report and the export of a run whose units are all committed.
 
-    Also called for a run that was already finished, since its driver may have been killed before it wrote them.
+    Also called for a run that was already finished, since its driver might have been killed before that.
 
     Raises:
         TooManyFailedRows: more rows failed than allowed; report and export are written anyway.

@@ -64,7 +64,7 @@ class Session:
                 self._write(ended=False)
 
     def end(self) -> None:
-        """Write the last heartbeat of a normal shutdown."""
+        """Write the session's last heartbeat, before this process ends."""
         self.copy_log()
         with self._lock:
             self._ended.set()
@@ -77,7 +77,7 @@ class Session:
     def _keep_beating(self) -> None:
         copied_at = time.monotonic()
         while not self._ended.wait(self._heartbeat_s):
-            with contextlib.suppress(*WRITE_ERRORS):  # the next heartbeat has the same totals and later ones
+            with contextlib.suppress(*WRITE_ERRORS):  # the next heartbeat includes these totals
                 self.beat()
             if time.monotonic() - copied_at >= COPY_S:
                 self.copy_log()
@@ -107,7 +107,7 @@ class StartPolicy:
     Attributes:
         num_engines: minimum number of engines; below it, an actor loads its engine even for little work.
         work: estimated work of each unit by number (`work_by_unit`).
-        sessions_before: sessions of earlier attempts, which have all ended.
+        sessions_before: ids of the sessions of earlier attempts, which have all ended.
     """
 
     num_engines: int
@@ -128,8 +128,8 @@ class StartPolicy:
             time.sleep(_HEARTBEATS_PER_CHECK * self.heartbeat_s)
 
     def _is_worth_it(self, run: RunDirectory, sessions: Sequence[EngineSession], num_alive: int) -> bool:
-        done = sum(self.work[unit] for unit in run.committed() if unit < len(self.work))
-        return is_worth_loading(sessions, num_alive, done, sum(self.work) - done)
+        committed_work = sum(self.work[unit] for unit in run.committed() if unit < len(self.work))
+        return is_worth_loading(sessions, num_alive, committed_work, sum(self.work) - committed_work)
 
 
 def work_by_unit(plan: Plan) -> tuple[int, ...]:

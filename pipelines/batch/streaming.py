@@ -107,7 +107,7 @@ def _show_warnings(supervisor: Supervisor, progress: RunProgress) -> None:
 def _until_stopped(receipts: "_Receipts", supervisor: Supervisor) -> Iterator[UnitUsage | None]:
     """Yield receipts.
 
-    If a signal has asked the run to stop, an error ends the iteration silently, because the signal may have ended Ray.
+    If a signal has stopped the run, an error ends the iteration silently, because the signal might have ended Ray.
     """
     try:
         yield from receipts
@@ -132,19 +132,20 @@ def _observe(supervisor: Supervisor) -> None:
 
 
 def _dataset(run: ResolvedRun, units: Sequence[WorkUnit]) -> Any:
-    """Return the dataset: pieces of the plan -> prepared units -> receipts. Each unit is a row in its own block."""
+    """Return the dataset: chunks of units -> prepared units -> receipts. Each unit is a row in its own block."""
     import ray
     from ray.data import ActorPoolStrategy, TaskPoolStrategy
 
     cluster.use_one_block_per_row()
     cluster.scale_actors_with_queue()
-    pieces = chunks(longest_first(units))
+    unit_chunks = chunks(longest_first(units))
     num_calls = min(len(units), concurrent_units(run.plan.cut, run.num_slots))
     engines = run.config.engine_range
     stage_run = run.for_stages()
     return (
         ray.data.from_items(
-            [{"units": "\n".join(map(unit_to_json, piece))} for piece in pieces], override_num_blocks=len(pieces)
+            [{"units": "\n".join(map(unit_to_json, chunk))} for chunk in unit_chunks],
+            override_num_blocks=len(unit_chunks),
         )
         .map_batches(
             prepare_units,
@@ -191,7 +192,7 @@ def prepare_units(batch: pa.Table, *, run: ResolvedRun) -> Iterator[pa.Table]:
 
 
 def _start_policy(run: ResolvedRun) -> StartPolicy | None:
-    """Return the start policy for a varying number of engines. With a fixed number, each loads immediately."""
+    """Return the start policy for a varying number of engines. With a fixed number, each engine loads immediately."""
     engines = run.config.engine_range
     if engines.fixed is not None:
         return None

@@ -39,7 +39,7 @@ class Ending:
     Attributes:
         error: type of the error.
         resume_flags: additional flags of the command that continues the run.
-        advice: what to do before that.
+        advice: text that introduces that command.
     """
 
     error: type[PeagleError]
@@ -52,7 +52,7 @@ class CrashCounter:
     """Counts consecutive engine crashes without a finished row in between.
 
     Every crash adds a session. A restarted engine normally takes the slot (host and number) of the crashed one, so the
-    number of crashes is the number of sessions minus the number of slots. On a cluster, it may start on another host
+    number of crashes is the number of sessions minus the number of slots. On a cluster, it might start on another host
     and take a new slot, so at most `num_engines` slots count.
 
     Args:
@@ -143,7 +143,7 @@ class Supervisor:
             self._request_stop()
 
     def close(self) -> None:
-        """Charge the cost to the budgets of the run's tags, if their files can be written."""
+        """Charge the cost to the budgets of the run's tags, if the budgets' files can be written."""
         if self._tag_budgets is not None:
             with contextlib.suppress(*WRITE_ERRORS):  # otherwise the next attempt charges the cost
                 self._tag_budgets.end(self._spending.usd)
@@ -234,8 +234,8 @@ class Supervisor:
     def _budget_to_finish(self) -> float:
         """Return a budget, rounded up, that suffices if remaining rows cost at most a fifth more than finished ones."""
         budget = self._limits.budget_usd or 0.0
-        done = self.tally.num_rows + self.tally.num_failed_rows
-        remaining_usd = self._spending.usd / done * (self._run.plan.num_rows - done) if done else budget
+        num_done = self.tally.num_rows + self.tally.num_failed_rows
+        remaining_usd = self._spending.usd / num_done * (self._run.plan.num_rows - num_done) if num_done else budget
         suggested_usd = max(budget, self._spending.usd + 1.2 * remaining_usd) + 2 * self._limits.reserve_usd
         step = 10.0 ** (math.floor(math.log10(suggested_usd)) - 1)
         return math.ceil(suggested_usd / step) * step
@@ -260,8 +260,10 @@ def require_few_failures(report: Mapping[str, Any], run: RunDirectory, request: 
     if allowed is None:
         return
     num_done, num_failed = report["account"]["num_rows"], report["account"]["num_failed_rows"]
-    done = Situation(now=0.0, spent_usd=0.0, num_processed_rows=num_done + num_failed, num_failed_rows=num_failed)
-    if limit := find_reached_limit(Limits(max_failed_rows=allowed), done):
+    final_situation = Situation(
+        now=0.0, spent_usd=0.0, num_processed_rows=num_done + num_failed, num_failed_rows=num_failed
+    )
+    if limit := find_reached_limit(Limits(max_failed_rows=allowed), final_situation):
         command = resume_command(request.command, {"--retry-failed": None})
         raise TooManyFailedRows(
             f"all units are committed, but {limit.message}\n  {describe_failures(run)}",

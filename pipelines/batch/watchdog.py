@@ -36,7 +36,7 @@ class Watchdog:
 
     Args:
         signs_of_life: returns a number that grows with the engine's work.
-        limit_s: how long the engine may be silent while it has rows, and the event loop may be blocked.
+        limit_s: how long the engine may be silent while it has rows, or the event loop may be blocked.
         grace: clock of the grace period after a stop.
         is_busy: returns whether rows are in the engine.
         die: records the rows in the engine and a reason, and ends this process.
@@ -138,7 +138,7 @@ class LoopWatch:
 
     Args:
         limit_s: how long the loop may be blocked; at least ten seconds.
-        die: records a reason and ends the process. It may hang, since it may wait for a lock that the loop holds.
+        die: records a reason and ends the process. `die` might hang, waiting for a lock that the loop holds.
         leave: ends the process immediately, even if `die` hangs.
     """
 
@@ -164,7 +164,7 @@ class LoopWatch:
                 return
 
     def _ping(self) -> bool:
-        """Ping the loop, or return False if it is closed."""
+        """Ping the loop. Returns False if the loop is closed or stopped."""
         try:
             self._loop.call_soon_threadsafe(self._reply)
         except RuntimeError:  # the loop is closed
@@ -199,14 +199,14 @@ async def wait_for_answer(
     """
     if limit_s is None:
         return await answer
-    row = asyncio.create_task(answer)
+    row_task = asyncio.create_task(answer)
     try:
-        done, _ = await asyncio.wait([row], timeout=limit_s)
+        done, _ = await asyncio.wait([row_task], timeout=limit_s)
         signs = signs_of_life()
         while not done:
-            done, _ = await asyncio.wait([row], timeout=min(POLL_S, limit_s / _CHECKS_PER_LIMIT))
+            done, _ = await asyncio.wait([row_task], timeout=min(POLL_S, limit_s / _CHECKS_PER_LIMIT))
             if not done and signs_of_life() > signs:
                 raise OutOfTime
-        return row.result()
+        return row_task.result()
     finally:
-        row.cancel()
+        row_task.cancel()

@@ -2,8 +2,8 @@
 
 A unit is one row of the dataset.
 
-When an engine crashes, its actor records the rows that were in it (`suspects.py`) and exits; Ray starts another actor
-with the same units. A hanging engine is killed (`watchdog.py`).
+When an engine crashes, its actor records the rows that it was running (`suspects.py`) and exits. Ray starts another
+actor with the same units. A hanging engine is killed (`watchdog.py`).
 """
 
 import asyncio
@@ -155,7 +155,7 @@ class EngineWorker:
         unit, row_id = prepared.unit.unit, prepared.unit.row_id(index)
         prompt = prepared.prompts[index]
         assert prompt is not None, "a row without a prompt has a dead letter"
-        # When Ray retries a unit, the same row may be in the engine twice.
+        # When Ray retries a unit, the same row might be in the engine twice.
         request_id = f"{row_id}-{uuid.uuid4().hex[:8]}"
         sampling, parsing = self._sampling(row_id, prepared.sampling[index]), prepared.parsing[index]
         num_tokens = 0
@@ -216,7 +216,7 @@ class EngineWorker:
             busy_s=self._session.meter.pop_busy_s(prepared.unit.unit),
             speculation=sum(drafts, start=SpeculationStats.empty()),
             started_at=started_at,
-            finished_at=max(started_at, time.time()),  # the clock may have been set back
+            finished_at=max(started_at, time.time()),  # the clock might have been set back
         )
 
     # --- the end of the process

@@ -46,7 +46,7 @@ def inspect(
         ) from error
     if node is None or hardware.platform != "cuda":
         return hardware
-    return replace(hardware, num_accelerators=int(nodes[node]["GPU"]))  # Ray may have been started with fewer GPUs
+    return replace(hardware, num_accelerators=int(nodes[node]["GPU"]))  # Ray might have been started with fewer GPUs
 
 
 def _detect() -> Hardware:

@@ -4,7 +4,7 @@ Label names follow vLLM (`model_name`, `position`). Durations and sizes of reque
 buckets for generative AI, with `_` for `.` and the unit at the end (semantic conventions, status Development, read
 2026-11-26). Ray adds the prefix `ray_` and its own labels, and computes a histogram's sum from the middles of buckets.
 
-Ray's exporter has no authentication. To reveal little, it names only API keys that have a budget.
+Ray's exporter has no authentication. To reveal little, the exporter names only API keys that have a budget.
 """
 
 import threading
@@ -178,9 +178,8 @@ class UsageMetrics:
         def metric(name: str) -> Any:
             return create_metric(name, model_name=model_name, drafter=drafter or "")
 
-        self._lock = (
-            threading.Lock()
-        )  # a background thread sends heartbeats, but the thread that ends the account sends the last one
+        # A background thread records heartbeats; the thread that ends the account records the last one.
+        self._lock = threading.Lock()
         self._reported_usd: dict[tuple[str, str], float] = {}  # (session, state) -> USD
         self._engine_usd = metric("peagle_engine_usd_total")
         self._requests, self._usd = metric("peagle_requests_total"), metric("peagle_request_usd_total")

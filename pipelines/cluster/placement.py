@@ -11,7 +11,7 @@ from peagle.hardware import Hardware
 
 PREPARE_CPUS = 0.25  # logical CPUs of the task that tokenises, small enough to fit next to engines on two cores
 ANY_ACCELERATOR = "any"
-_TYPE = "accelerator_type:"
+_TYPE_PREFIX = "accelerator_type:"
 _TYPE_AMOUNT = 0.001  # a node has 1 of this resource for any number of accelerators
 
 Resources = Mapping[str, float]
@@ -20,7 +20,7 @@ Resources = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """The resources that an engine reserves on each of its nodes, and those it uses.
+    """The resources that an engine reserves on each of its nodes, and the devices that it uses.
 
     Attributes:
         num_cpus, num_gpus: Ray's logical resources.
@@ -48,7 +48,7 @@ class Placement:
     def resources_per_node(self) -> dict[str, float]:
         """The bundle that an engine reserves on one of its nodes, for a placement group."""
         gpus = {"GPU": float(self.num_gpus)} if self.num_gpus else {}
-        kind = {f"{_TYPE}{self.accelerator_type}": _TYPE_AMOUNT} if self.accelerator_type else {}
+        kind = {f"{_TYPE_PREFIX}{self.accelerator_type}": _TYPE_AMOUNT} if self.accelerator_type else {}
         return {"CPU": self.num_cpus, **gpus, **kind}
 
     @property
@@ -212,16 +212,16 @@ def _num_fitting(nodes: Sequence[Resources], placement: Placement) -> int:
     cannot be filled if one of them has room for k parts, or if together they have room for more than (k - 1) * N parts.
 
     Example: 3 nodes with room for 2 parts each always hold 2 engines of two nodes. A third engine might not fit: both
-    remaining parts may be on the same node.
+    remaining parts might be on the same node.
     """
     per_engine = placement.nodes_per_engine
-    least = sorted(num_parts_on(node, placement) for node in nodes)[: len(nodes) - per_engine + 1]
-    return max(least[-1], math.ceil(sum(least) / per_engine)) if len(nodes) >= per_engine else 0
+    worst_case = sorted(num_parts_on(node, placement) for node in nodes)[: len(nodes) - per_engine + 1]
+    return max(worst_case[-1], math.ceil(sum(worst_case) / per_engine)) if len(nodes) >= per_engine else 0
 
 
 def num_parts_on(node: Resources, placement: Placement) -> int:
     """Return the number of parts of engines that fit on one node."""
-    if placement.accelerator_type and not node.get(f"{_TYPE}{placement.accelerator_type}"):
+    if placement.accelerator_type and not node.get(f"{_TYPE_PREFIX}{placement.accelerator_type}"):
         return 0
     by_cpu = math.floor(node.get("CPU", 0) / placement.num_cpus)
     return min(by_cpu, math.floor(node.get("GPU", 0) / placement.num_gpus)) if placement.num_gpus else by_cpu
@@ -232,9 +232,9 @@ def missing_resources(nodes: Sequence[Resources], placement: Placement, num_engi
     num_fitting = _num_fitting(nodes, placement)
     if num_fitting < num_engines:
         kind = f" {placement.accelerator_type}" if placement.accelerator_type else ""
-        each = f"{placement.num_gpus}{kind} GPU(s)" if placement.num_gpus else f"{placement.num_cpus:g} CPU(s)"
-        on = "one node" if placement.nodes_per_engine == 1 else f"each of {placement.nodes_per_engine} nodes"
-        return f"each needs {each} on {on}, and {len(nodes)} node(s) have room for {num_fitting}"
+        needed = f"{placement.num_gpus}{kind} GPU(s)" if placement.num_gpus else f"{placement.num_cpus:g} CPU(s)"
+        where = "one node" if placement.nodes_per_engine == 1 else f"each of {placement.nodes_per_engine} nodes"
+        return f"each needs {needed} on {where}, and {len(nodes)} node(s) have room for {num_fitting}"
     spare = _spare_cpus(nodes, placement, num_engines)
     if spare < PREPARE_CPUS:
         return f"{spare:g} CPUs would be left for the tasks that feed them, which take {PREPARE_CPUS}"

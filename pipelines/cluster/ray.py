@@ -78,33 +78,35 @@ def ray_cluster(
 
     if preload is not None:
         threading.Thread(target=importlib.import_module, args=(preload,), daemon=True).start()
-    remote = is_remote()
-    handler = signal.getsignal(signal.SIGTERM)
+    joins_remote = is_remote()
+    sigterm_handler = signal.getsignal(signal.SIGTERM)
     send_ray_messages_to_stderr()
     try:
         with new_process_groups():
             ray.init(
-                address=None if remote else "local",
-                num_cpus=None if remote else max(2, hardware.detect().num_cpus),
-                include_dashboard=False if not remote else None,
+                address=None if joins_remote else "local",
+                num_cpus=None if joins_remote else max(2, hardware.detect().num_cpus),
+                include_dashboard=False if not joins_remote else None,
                 log_to_driver=False,
                 logging_level=logging.WARNING,
                 configure_logging=False,
                 _metrics_export_port=metrics_port,
             )
     except Exception as error:  # Ray raises bare exceptions, for example for a slow raylet
-        message = f"cannot join the Ray cluster at {os.environ['RAY_ADDRESS']}" if remote else "Ray did not start here"
+        message = (
+            f"cannot join the Ray cluster at {os.environ['RAY_ADDRESS']}" if joins_remote else "Ray did not start here"
+        )
         raise to_peagle_error(
-            error, message, hint=_JOIN_HINT if remote else NO_RAY_HINT, otherwise=CapacityError
+            error, message, hint=_JOIN_HINT if joins_remote else NO_RAY_HINT, otherwise=CapacityError
         ) from error
     except SystemExit:  # Ray received SIGTERM while it started
         raise KeyboardInterrupt from None
     try:
-        if handler != signal.SIG_DFL and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, handler)
-        if remote:
+        if sigterm_handler != signal.SIG_DFL and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, sigterm_handler)
+        if joins_remote:
             token.require_token()
-        _vitals = Vitals(joined_parts() if remote else local_parts(), if_lost)
+        _vitals = Vitals(joined_parts() if joins_remote else local_parts(), if_lost)
         with _vitals.watching():
             yield
     finally:
@@ -159,7 +161,7 @@ def abandon() -> None:
 
 @contextlib.contextmanager
 def recording_exit_code() -> Iterator[None]:
-    """Record the exit code of this block. After `abandon`, the process ends with it."""
+    """Record the exit code of this block. After `abandon`, the process ends with this code."""
     global _exit_code
     try:
         yield
@@ -242,7 +244,7 @@ def require_capacity(
     check: Callable[[], None],
     announce: Callable[[str], None],
 ) -> None:
-    """Wait until the engines and a task that feeds them fit on the cluster. Ray would wait forever.
+    """Wait until the engines and a task that feeds them fit on the cluster. Ray itself would wait forever.
 
     Args:
         check: called at each poll. It may raise an error to stop waiting.

@@ -42,13 +42,13 @@ def send_ray_messages_to_stderr() -> None:
     from ray._private import worker
 
     original = worker.print_to_stdstream
-    if getattr(original, "is_ours", False):
+    if getattr(original, "redirects_to_stderr", False):
         return
 
     def print_on_stderr(data: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         original({**data, "is_err": True}, *args, **kwargs)
 
-    print_on_stderr.is_ours = True  # type: ignore[attr-defined]
+    print_on_stderr.redirects_to_stderr = True  # type: ignore[attr-defined]
     worker.print_to_stdstream = print_on_stderr
 
 

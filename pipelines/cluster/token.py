@@ -73,7 +73,7 @@ def prepare_to_join() -> None:
     if path.is_file():
         _make_private(path)
     if os.environ.get(_TOKEN) or os.environ.get(_TOKEN_PATH) or path.is_file():
-        os.environ[_MODE] = "token"  # Ray reads it when it is imported
+        os.environ[_MODE] = "token"  # Ray reads this variable on import
 
 
 def require_token() -> None:

@@ -73,7 +73,7 @@ class Vitals:
         """Watch during the block. An error inside becomes `RayDied` if a part is dead."""
         is_main = threading.current_thread() is threading.main_thread()
         self._is_raised = not is_main  # only the main thread can receive the exception; others end with the process
-        before = signal.signal(signal.SIGUSR1, self._raise) if is_main else None
+        previous_handler = signal.signal(signal.SIGUSR1, self._raise_in_main_thread) if is_main else None
         self._thread.start()
         try:
             yield
@@ -89,7 +89,7 @@ class Vitals:
             if not self.check():
                 self._ended.set()
             if is_main:
-                signal.signal(signal.SIGUSR1, before or signal.SIG_DFL)
+                signal.signal(signal.SIGUSR1, previous_handler or signal.SIG_DFL)
 
     def check(self) -> RayDied | None:
         """Return the error of the first part that is dead, or None."""
@@ -128,7 +128,7 @@ class Vitals:
             _print(f"Ray's {part.name} cannot be reached; the command ends if it is not back in {left_s:.0f} s")
         return unreachable_s >= part.patience_s
 
-    def _raise(self, number: int, frame: Any) -> None:
+    def _raise_in_main_thread(self, number: int, frame: Any) -> None:
         if self._error is not None and not self._is_raised:
             self._is_raised = True
             raise self._error
@@ -152,7 +152,14 @@ def local_parts() -> list[Part]:
     for process in psutil.Process().children():
         with contextlib.suppress(psutil.Error):
             if (name := _LOCAL_PARTS.get(process.name())) is not None:
-                log = next((w.partition("=")[2] for w in process.cmdline() if w.lstrip("-").startswith("log_dir=")), "")
+                log = next(
+                    (
+                        argument.partition("=")[2]
+                        for argument in process.cmdline()
+                        if argument.lstrip("-").startswith("log_dir=")
+                    ),
+                    "",
+                )
                 is_alive = _process_check(process)
                 parts.append(Part(name=f"{name}, process {process.pid},", is_alive=is_alive, log=log, pid=process.pid))
     return parts

@@ -122,7 +122,7 @@ def resolve(
 
 
 def placements(config: ServeConfig, hardware: Hardware, *, num_nodes: int) -> dict[str, Placement]:
-    """Return the placement of an engine, by model name.
+    """Return the placement of a model's engines, by model name.
 
     On CPUs, the cores are divided among the endpoint's engines and the engines of batches. Accelerators are allocated
     on demand, and a batch's engines wait for accelerators, so only the endpoint's engines must fit together.
@@ -131,7 +131,7 @@ def placements(config: ServeConfig, hardware: Hardware, *, num_nodes: int) -> di
         CapacityError: on CPUs, the maximum numbers of all engines do not fit together; on accelerators, the endpoint's
             engines do not fit, or those of a single batch do not.
     """
-    vllm_models = _with_vllm(config)
+    vllm_models = _vllm_models(config)
     if hardware.platform == "cuda":
         _check_accelerators(config, vllm_models, hardware, num_nodes)
     return {
@@ -143,10 +143,10 @@ def placements(config: ServeConfig, hardware: Hardware, *, num_nodes: int) -> di
 
 
 def num_accelerators(config: ServeConfig) -> int:
-    return sum(options.max_replicas * accelerators_per_engine_of(options) for options in _with_vllm(config))
+    return sum(options.max_replicas * accelerators_per_engine_of(options) for options in _vllm_models(config))
 
 
-def _with_vllm(config: ServeConfig) -> list[ServedModelOptions]:
+def _vllm_models(config: ServeConfig) -> list[ServedModelOptions]:
     return [options for options in config.served if options.engine != "fake"]
 
 
@@ -201,7 +201,7 @@ def accelerators_per_engine_of(options: ServedModelOptions) -> int:
 
 
 def endpoint_price(config: ServeConfig, hardware: Hardware, served: list[Served]) -> Price:
-    """Return the price of the endpoint's engines, which must match their devices and its ledger."""
+    """Return the price of the endpoint's engines, which must match the engines' devices and the ledger."""
     price = resolve_price(config, hardware)
     for model in served:
         require_device(price, model.placement.device, f"the engines of {model.options.served_name}")
@@ -226,7 +226,7 @@ def bind(config: ServeConfig, hardware: Hardware, served: list[Served]) -> Any:
 
     settings, price = gate_settings(config, hardware, served), endpoint_price(config, hardware, served)
     app_id = uuid.uuid4().hex[:12]
-    deployments, cards = {}, {}
+    deployments, model_cards = {}, {}
     for model in served:
         job = replica_job(config, hardware, model, price, app_id)
         deployments[model.options.served_name] = build_llm_deployment(
@@ -234,7 +234,7 @@ def bind(config: ServeConfig, hardware: Hardware, served: list[Served]) -> Any:
             bind_kwargs={"job": job},
             deployment_cls=PeagleServer,
         )
-        cards[model.options.served_name] = model_card(model, job.counts.admitted, hardware)
+        model_cards[model.options.served_name] = model_card(model, job.counts.admitted, hardware)
     ingress = serve.deployment(
         make_ingress(settings),
         num_replicas=1,  # because the limits of keys are counted in its memory
@@ -245,7 +245,7 @@ def bind(config: ServeConfig, hardware: Hardware, served: list[Served]) -> Any:
     )
     return ingress.bind(
         llm_deployments=deployments,
-        model_cards=cards,
+        model_cards=model_cards,
         settings=settings,
         price=price,
         batches=batch_settings(
@@ -261,11 +261,11 @@ def bind(config: ServeConfig, hardware: Hardware, served: list[Served]) -> Any:
 
 def gate_settings(config: ServeConfig, hardware: Hardware, served: list[Served]) -> GateSettings:
     """Return the settings of the gate. Raises ConfigError without keys if the address is not local."""
-    fixed = keys_from_environment()
+    environment_keys = keys_from_environment()
     stored: tuple[KeyRecord, ...] = read_keys(config.keys) if config.keys else ()
     read_budgets(_state_folder(config) / "ledger" / BUDGETS_NAME)  # fail here rather than with each request
-    requires_key = config.keys is not None or bool(fixed)
-    if requires_key and not (stored or fixed):
+    requires_key = config.keys is not None or bool(environment_keys)
+    if requires_key and not (stored or environment_keys):
         raise ConfigError(
             f"keys {config.keys}: the file contains no keys, so no client could use the endpoint",
             hint=f"peagle serve keys add NAME --keys {config.keys}",
@@ -279,7 +279,7 @@ def gate_settings(config: ServeConfig, hardware: Hardware, served: list[Served])
         models=tuple(_served_model(config, model, hardware) for model in served),
         ledger=_state_folder(config) / "ledger",
         key_file=config.keys.absolute() if config.keys else None,
-        fixed_keys=fixed,
+        fixed_keys=environment_keys,
         requires_key=requires_key,
         is_behind_sagemaker=config.is_behind_sagemaker,
         max_body_bytes=config.max_body_kib * 1024,

@@ -36,7 +36,7 @@ _POLL_S = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """An endpoint that was started in the background. It may have exited since."""
+    """An endpoint that was started in the background. It might have exited since."""
 
     folder: Path  # contains its record, configuration and log
     state: Path  # its `--state`
@@ -131,7 +131,7 @@ def find(name: str | None) -> Endpoint:
 
 
 def start_and_wait(config: ServeConfig, say: Callable[[str], None]) -> Endpoint:
-    """Start an endpoint and wait until it is up; it is stopped if that fails or is interrupted.
+    """Start an endpoint and wait until it is up. Stop it if the start fails or is interrupted.
 
     Raises:
         ConfigError: an endpoint of this name exists.

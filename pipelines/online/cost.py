@@ -29,7 +29,7 @@ from pipelines.online.totals import MINUTE_S, RequestGroup, Sums, coarsen, total
 
 
 class CostView:
-    """Reports from the growing ledger."""
+    """Reports of usage and cost from a ledger to which engines add records."""
 
     def __init__(self, folder: Path, price: Price, *, now: Callable[[], float] = time.time) -> None:
         self._price = price

@@ -93,19 +93,19 @@ class EngineUnavailable(Exception):  # noqa: N818 - not an error of the request
 
 def is_engine_death(error: BaseException) -> bool:
     """Return whether the engine crashed while it ran the request."""
-    return any(name in _ENGINE_DEATHS for name in _names(error))
+    return any(name in _ENGINE_DEATHS for name in _class_names(error))
 
 
 def is_engine_unavailable(error: BaseException) -> bool:
     """Return whether the request never reached a live engine."""
-    return EngineUnavailable.__name__ in _names(error)
+    return EngineUnavailable.__name__ in _class_names(error)
 
 
 def from_exception(error: BaseException) -> ApiError:
     """Return the API error for an exception. It includes the exception's text only if that is meant for clients."""
     if isinstance(error, ApiError):
         return error
-    names = _names(error)
+    names = _class_names(error)
     if any(name in _UNAVAILABLE for name in names):
         return overloaded("all engines are busy or starting; try again")
     if vllm_error := next((name for name in _STATUS_OF_VLLM_ERRORS if name in names), None):
@@ -118,5 +118,5 @@ def from_exception(error: BaseException) -> ApiError:
     return ApiError(500, "internal server error; the request can be retried", code="internal_error")
 
 
-def _names(error: BaseException) -> list[str]:
+def _class_names(error: BaseException) -> list[str]:
     return [kind.__name__ for kind in type(error).mro()]

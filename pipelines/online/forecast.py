@@ -64,7 +64,7 @@ class EndpointForecast:
 
     def lines(self) -> Lines:
         min_cost, max_cost = (format_usd(self.usd_per_h(is_maximum=is_maximum)) for is_maximum in (False, True))
-        models = [line for model in self.served for line in self._model(model)]
+        models = [line for model in self.served for line in self._model_lines(model)]
         return [
             ("address", self.config.url),
             ("API keys", self.access()),
@@ -79,14 +79,14 @@ class EndpointForecast:
             "url": self.config.url,
             "requires_key": self.requires_key,
             "access": self.access(),
-            "models": [dict(self._model(model)) | {"name": model.options.served_name} for model in self.served],
+            "models": [dict(self._model_lines(model)) | {"name": model.options.served_name} for model in self.served],
             "hardware": self.hardware.to_dict(),
             "is_here": self.is_for_this_machine,
             "price": self.price.to_dict(),
             "usd_per_h": [self.usd_per_h(is_maximum=is_maximum) for is_maximum in (False, True)],
         }
 
-    def _model(self, model: Served) -> Lines:
+    def _model_lines(self, model: Served) -> Lines:
         concurrency = model.engine.spec.max_num_seqs
         speed = known_speed(model.engine, self.hardware, concurrency)
         return [
@@ -124,11 +124,11 @@ def resolve_unset_options(config: ServeConfig) -> ResolvedDefaults:
     With several models, names are prefixed by the model: "plain.drafter".
     """
     endpoint = forecast(config, print)
-    rows: ResolvedDefaults = {}
+    values_by_name: ResolvedDefaults = {}
     for model in endpoint.served:
         prefix = f"{model.options.served_name}." if config.models else ""
         model_defaults = resolve_defaults(
             model.options, model.engine, endpoint.hardware, is_for_this_machine=endpoint.is_for_this_machine
         )
-        rows |= {f"{prefix}{name}": value for name, value in model_defaults.items()}
-    return rows | resolve_price_defaults(config, endpoint.price)
+        values_by_name |= {f"{prefix}{name}": value for name, value in model_defaults.items()}
+    return values_by_name | resolve_price_defaults(config, endpoint.price)

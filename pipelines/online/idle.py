@@ -22,7 +22,7 @@ _CHECK_S = 5.0
 class IdleWatch:
     """Measures how long all engines and batches have been idle.
 
-    `has_batches` returns whether batches are running, because the ledger does not include their engines.
+    `has_batches` returns whether batches are running, because the ledger does not include batches' engines.
     """
 
     def __init__(

@@ -96,7 +96,7 @@ class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's 
         self._cards: dict[str, dict[str, Any]] = model_cards
         self._cost = CostView(settings.ledger, price)
         self._ring = KeyRing(settings.key_file, settings.fixed_keys) if settings.requires_key else None
-        self._shared = SharedBudgets(settings.ledger)
+        self._shared_budgets = SharedBudgets(settings.ledger)
         self._deployments = {model: handle.deployment_name for model, handle in llm_deployments.items()}
         self.batches = self._make_batches(batches) if batches else None
         break_even = {
@@ -118,7 +118,7 @@ class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's 
         used_ratio = create_metric("peagle_budget_used_ratio")
         watch = BudgetWatch(
             self._ring,
-            self._shared,
+            self._shared_budgets,
             self._cost.totals,
             on_used=lambda name, share: used_ratio.set(share, {"key": name}),
         )
@@ -177,7 +177,7 @@ class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's 
             keys = self._ring.all() if key.is_operator and self._ring else [key]
             report["budgets"] = await asyncio.to_thread(self._cost.budgets, keys)
             if key.is_operator:
-                report["shared_budgets"] = await asyncio.to_thread(self._cost.budgets, self._shared.all())
+                report["shared_budgets"] = await asyncio.to_thread(self._cost.budgets, self._shared_budgets.all())
             return JSONResponse(report)
         return JSONResponse(await asyncio.to_thread(self._cost.statement, *period, name))
 

@@ -38,7 +38,7 @@ class LiveGroup:
 
 @dataclass(slots=True)
 class _Cell:
-    """Requests that ended in one step, and tokens generated in it."""
+    """Requests that ended in one time step, and tokens generated in this step."""
 
     by_session: dict[str, Sums] = field(default_factory=dict)
     ttft_s: list[float] = field(default_factory=list)
@@ -81,10 +81,10 @@ class LiveView:
         return report
 
     def _report(self, key: str | None, window_s: int) -> dict[str, Any]:
-        last = int(self._now() // STEP_S)
-        for step in [step for step in self._steps if step < last - MAX_WINDOW_S // STEP_S]:
+        current_step = int(self._now() // STEP_S)
+        for step in [step for step in self._steps if step < current_step - MAX_WINDOW_S // STEP_S]:
             del self._steps[step]
-        steps = range(last - window_s // STEP_S, last)
+        steps = range(current_step - window_s // STEP_S, current_step)
         groups = {group for step in steps for group in self._steps.get(step, ())}
         models = sorted({group.model for group in groups if key in (None, group.key)})
         by_model = {model: self._figures(steps, key, model) for model in models}
@@ -94,7 +94,7 @@ class LiveView:
             if text := drafter_warning(length, break_even=self._break_even_length(model, figures)):
                 notes.append(f"{model}: {text}")
         return {
-            "ends_at_s": last * STEP_S,
+            "ends_at_s": current_step * STEP_S,
             "window_s": window_s,
             "total": self._figures(steps, key, None),
             "by_model": by_model,
@@ -119,12 +119,12 @@ class LiveView:
 
     def on_ledger_record(self, request: RequestUsage) -> None:
         usage, group = request.usage, LiveGroup(request.key, request.model)
-        last = int(usage.finished_at // STEP_S)
-        if last < self._now() // STEP_S - MAX_WINDOW_S // STEP_S:
+        end_step = int(usage.finished_at // STEP_S)
+        if end_step < self._now() // STEP_S - MAX_WINDOW_S // STEP_S:
             return
         begins_at = min(usage.started_at + (request.ttft_s or 0.0), usage.finished_at)
         with self._lock:
-            cell = self._steps[last][group]
+            cell = self._steps[end_step][group]
             cell.by_session.setdefault(usage.session_id, Sums(usage)).add(request)
             if request.ttft_s is not None:
                 cell.ttft_s.append(request.ttft_s)
@@ -143,8 +143,8 @@ class LiveView:
         cells = self._cells(steps, key, model)
         return {
             "output_tokens_per_s": _rate(cells, len(steps)),
-            "ttft_p50_s": _ttft(cells, 50),
-            "ttft_p95_s": _ttft(cells, 95),
+            "ttft_p50_s": _ttft_percentile(cells, 50),
+            "ttft_p95_s": _ttft_percentile(cells, 95),
             **request_totals(sums for cell in cells for sums in cell.by_session.values()),
         }
 
@@ -155,7 +155,7 @@ class LiveView:
         return {
             "step_s": size * STEP_S,
             "output_tokens_per_s": [_rate(point, size) for point in cells],
-            "ttft_p50_s": [_ttft(point, 50) for point in cells],
+            "ttft_p50_s": [_ttft_percentile(point, 50) for point in cells],
         }
 
 
@@ -178,7 +178,7 @@ def _rate(cells: Collection[_Cell], num_steps: int) -> float:
     return sum(cell.num_generated_tokens for cell in cells) / (num_steps * STEP_S)
 
 
-def _ttft(cells: Collection[_Cell], percent: float) -> float | None:
+def _ttft_percentile(cells: Collection[_Cell], percent: float) -> float | None:
     values = [value for cell in cells for value in cell.ttft_s]
     return float(np.percentile(values, percent)) if values else None
 

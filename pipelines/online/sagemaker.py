@@ -57,7 +57,7 @@ class SageMakerConfig(ServeConfig):
 
 
 def is_enabled(env: Mapping[str, str]) -> bool:
-    """Return whether PEAGLE_SAGEMAKER selects this mode."""
+    """Return whether PEAGLE_SAGEMAKER selects the SageMaker mode."""
     return switch(VARIABLE, env.get(VARIABLE, ""))
 
 

@@ -45,8 +45,8 @@ class TokenPrice:
         decode      seconds after the first token, per step; steps are the tokens of one choice minus accepted drafts
 
     Example: 100 prompt tokens in 0.2 s, then 40 more tokens of one choice in 2 s, 20 of them from drafts, on an engine
-    of 0.01 USD per busy second. A prompt token is 0.2 x 0.01 / 100 = 0.00002 USD, an output token 2 x 0.01 / 20 =
-    0.001. If seven other requests ran at the same time, the request itself cost an eighth of that.
+    that costs 0.01 USD per busy second. A prompt token is 0.2 x 0.01 / 100 = 0.00002 USD, an output token 2 x 0.01 /
+    20 = 0.001. If seven other requests ran at the same time, the request itself cost an eighth of that.
     """
 
     num_requests: float = 0.0
@@ -85,7 +85,7 @@ class TokenPrice:
 
     @property
     def usd_per_output_token(self) -> float:
-        """The price, or 0 if unknown. If no request had a second token, it is bounded by the prefill time."""
+        """The price, or 0 if unknown. If no request had a second token, the price is bounded by the prefill time."""
         if not self.busy_s:
             return 0.0
         step_s = self.decode_s / self.steps if self.steps else self.prefill_s / self.num_requests
@@ -132,10 +132,10 @@ class Sums:
 
     usage: UnitUsage
     num_requests: int = 0
-    num_cut: int = 0
+    num_cut: int = 0  # requests whose client disconnected
     usd: float = 0.0
     request_s: float = 0.0
-    shares_s: float = 0.0
+    shares_s: float = 0.0  # the requests' busy seconds
 
     def add(self, request: RequestUsage) -> None:
         if not request.is_batch:
@@ -234,12 +234,12 @@ def _read(lines: Iterator[bytes]) -> TotalsCheckpoint:
         raise ValueError("the format is different")
     cells: dict[RequestGroup, Sums] = {}
     for line in lines:
-        row = json.loads(line)
-        if isinstance(row, dict):
-            if row["sha256"] != digest.hexdigest():
+        record = json.loads(line)
+        if isinstance(record, dict):
+            if record["sha256"] != digest.hexdigest():
                 raise ValueError("the file is damaged")
             return TotalsCheckpoint(
-                marks={name: (position, mark) for name, (position, mark) in header["marks"].items()},
+                marks={name: (position, checksum) for name, (position, checksum) in header["marks"].items()},
                 cells=cells,
                 spent_by_day={
                     account: {int(day): usd for day, usd in days.items()}
@@ -249,13 +249,13 @@ def _read(lines: Iterator[bytes]) -> TotalsCheckpoint:
                 prices={model: TokenPrice(*values) for model, values in header["prices"].items()},
             )
         digest.update(line)
-        cell, sums = _from_row(row)
+        cell, sums = _parse_cell(record)
         cells[cell] = sums
     raise ValueError("the file is truncated")
 
 
-def _from_row(row: list[Any]) -> tuple[RequestGroup, Sums]:
-    group, (usage, *counts) = row
+def _parse_cell(values: list[Any]) -> tuple[RequestGroup, Sums]:
+    group, (usage, *counts) = values
     fields = dict(zip(UnitUsage.__slots__, usage, strict=True))
     drafts = dict(zip(SpeculationStats.__slots__, fields["speculation"], strict=True))
     for name in ("accepted_per_position", "verified_per_position"):
@@ -264,8 +264,8 @@ def _from_row(row: list[Any]) -> tuple[RequestGroup, Sums]:
 
 
 CHECKPOINT_NAME = "totals.jsonl"
-# The totals are saved after this many new records, which take a second to read. If there are many cells, they are saved
-# after one record for every four cells, so that writing takes about as long as reading.
+# The totals are saved after this many new records, which take a second to read. If there are many cells, a
+# quarter as many new records as cells are required, so that writing takes about as long as reading.
 _MIN_UNSAVED = 20_000
 _CELLS_PER_RECORD = 4
 _MAX_WAIT_S = 2.0
@@ -311,6 +311,7 @@ class Totals:
         self._new_followers.append(follower)
 
     def catch_up(self) -> None:
+        """Read all new records."""
         with self._lock:
             if not self._is_restored:
                 self._restore()

@@ -39,7 +39,7 @@ class Context:
     all client headers that begin with x-.
     """
 
-    request_id: str  # id in the ledger. Ray and vLLM read it from their own header
+    request_id: str  # id in the ledger; Ray and vLLM read it from another header
     # key, account: name and account of the API key
     key: str
     account: str = ""

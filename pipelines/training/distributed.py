@@ -1,7 +1,7 @@
 """Train on several workers: extract features with Ray Data, then train with Ray Train (gloo on CPU, nccl on GPU).
 
 Documents, features and checkpoints are in the output folder, which every node must be able to access. The driver does
-not train, because it may have no GPU. Actors write shards into the feature store. The driver checks each shard before
+not train, because it might have no GPU. Actors write shards into the feature store. The driver checks each shard before
 it adds the shard to the store's index, so an incomplete shard of a crashed actor is rewritten.
 """
 
@@ -112,7 +112,7 @@ def train_on_workers(config: TrainConfig, listener: Listener) -> dict[str, Any]:
             )
             on_gpu = config.device == "cuda"
             require_workers(config.workers, on_gpu=on_gpu)
-            on_actors = functools.partial(
+            extract_features = functools.partial(
                 extract_on_actors,
                 reference=_target_for_workers(config),
                 workers=config.workers,
@@ -121,18 +121,18 @@ def train_on_workers(config: TrainConfig, listener: Listener) -> dict[str, Any]:
             spending = stack.enter_context(
                 training_spending(config, inspect(), listener.say, on_gpu=on_gpu, num_devices=config.workers)
             )
-            prepared = prepare(config, listener, extract=spending.recording(on_actors))
+            prepared = prepare(config, listener, extract=spending.recording(extract_features))
             spending.start()
             with _ProgressFollower(prepared.folder.resolve(), listener, spending):
-                diverged = _run(prepared)
-        if diverged is not None:
+                divergence = _run_trainer(prepared)
+        if divergence is not None:
             spending.record_lost()
-        result = finish_from_checkpoint(prepared, diverged)
+        result = finish_from_checkpoint(prepared, divergence)
         spending.record_saved()
         return result
 
 
-def _run(prepared: Prepared) -> DivergedError | None:
+def _run_trainer(prepared: Prepared) -> DivergedError | None:
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
@@ -156,11 +156,11 @@ def _run(prepared: Prepared) -> DivergedError | None:
         result = _run_in_thread(trainer.fit)
     except Exception as error:
         raise PeagleError(
-            f"the workers failed: {_reason(error)}",
+            f"the workers failed: {_failure_reason(error)}",
             hint=f"the same command resumes from the last checkpoint in {prepared.folder}",
         ) from error
-    diverged: DivergedError | None = result.return_value
-    return diverged
+    divergence: DivergedError | None = result.return_value
+    return divergence
 
 
 def _run_in_thread(fit: Callable[[], Any]) -> Any:
@@ -170,22 +170,22 @@ def _run_in_thread(fit: Callable[[], Any]) -> Any:
     permanently: Ctrl-C ends the process with exit code 0 during the training, and has no effect later. With a thread,
     Ctrl-C ends this process and the workers, and their last checkpoint remains.
     """
-    outcome: Future[Any] = Future()
+    future: Future[Any] = Future()
 
     def run() -> None:
         try:
-            outcome.set_result(fit())
+            future.set_result(fit())
         except BaseException as error:
-            outcome.set_exception(error)
+            future.set_exception(error)
 
     try:
         threading.Thread(target=run, name="trainer", daemon=True).start()
         # Poll, because the system may deliver the signal to another thread. Python handles it when this thread runs.
-        while not wait([outcome], timeout=_POLL_S).done:
+        while not wait([future], timeout=_POLL_S).done:
             pass
-        return outcome.result()
+        return future.result()
     finally:
-        if not outcome.done():
+        if not future.done():
             abandon()
 
 
@@ -232,7 +232,7 @@ def _train_worker(loop_config: dict[str, Any]) -> DivergedError | None:
     return None
 
 
-def _reason(error: Exception) -> str:
+def _failure_reason(error: Exception) -> str:
     """Return the last line of the first failed worker's traceback."""
     failures = getattr(error, "worker_failures", None) or {0: error}
     lines = [line for line in str(next(iter(failures.values()))).splitlines() if line[:1].strip()]

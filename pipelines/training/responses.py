@@ -41,7 +41,7 @@ def regenerate(
     ):
         if prompts:
             progress.say(f"responses: {len(prompts):,} {mode}")
-            corpus = _write(prompts, config.responses_folder(mode))
+            corpus = _write_corpus(prompts, config.responses_folder(mode))
             run_config = _run_config(config, mode, corpus, target, MESSAGES in prompts[0], engine)
             generate(RunRequest(config=run_config, command=command), progress)
             dead_letters += list(RunDirectory(config.responses_folder(mode)).dead_letters())
@@ -77,7 +77,7 @@ def _run_config(
     return GenerateConfig(**values)
 
 
-def _write(rows: Sequence[Row], run: Path) -> Path:
+def _write_corpus(rows: Sequence[Row], run: Path) -> Path:
     corpus = run.with_suffix(".jsonl")
     with converted_write_errors(corpus, hint="free some space, or use another --output"):
         corpus.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Checks of a finished run directory. If possible, they read files directly instead of using the code under test."""
+"""Checks of a finished run directory. If possible, files are read directly, without the code under test."""
 
 import asyncio
 import json
@@ -60,9 +60,9 @@ def audit(job: Job) -> Audit:
         *(f"row {row} occurs {occurrences[row]} times" for row in duplicated),
         *(f"row {row} is not in the corpus" for row in sorted(occurrences.keys() - set(range(job.num_rows)))),
         *(f"row {row['id']} is a dead letter: {row['reason']}, {row['message']}" for row in dead_letters),
-        *_wrong_rows(job, rows),
-        *_wrong_usage(run, rows, reported_account),
-        *_leftovers(run),
+        *_row_problems(job, rows),
+        *_usage_problems(run, rows, reported_account),
+        *_leftover_problems(run),
     ]
     return Audit(
         num_rows=len(rows),
@@ -78,9 +78,9 @@ def audit(job: Job) -> Audit:
     )
 
 
-def _wrong_rows(job: Job, rows: list[dict[str, Any]]) -> Iterator[str]:
+def _row_problems(job: Job, rows: list[dict[str, Any]]) -> Iterator[str]:
     """Check that each row has its own prompt and, with the fake engine, the answer to this prompt."""
-    expected = asyncio.run(_answers([job.prompt(int(row["id"])) for row in rows])) if job.is_fake else None
+    expected = asyncio.run(_expected_answers([job.prompt(int(row["id"])) for row in rows])) if job.is_fake else None
     for number, row in enumerate(rows):
         if row["prompt"] != job.prompt(int(row["id"])):
             yield f"row {row['id']} has another row's prompt"
@@ -90,14 +90,14 @@ def _wrong_rows(job: Job, rows: list[dict[str, Any]]) -> Iterator[str]:
             yield f"row {row['id']} has no tokens"
 
 
-async def _answers(prompts: list[str]) -> list[str]:
+async def _expected_answers(prompts: list[str]) -> list[str]:
     engine, tokenizer = FakeEngine(), ByteTokenizer()
     chats = [tokenizer.apply_chat_template([{"role": "user", "content": prompt}]) for prompt in prompts]
     sampling = {"temperature": 0.0, "max_tokens": 256}
     return [(await engine.generate("", tokenizer.encode(chat), sampling)).text for chat in chats]
 
 
-def _wrong_usage(run: RunDirectory, rows: list[dict[str, Any]], reported_account: dict[str, Any]) -> Iterator[str]:
+def _usage_problems(run: RunDirectory, rows: list[dict[str, Any]], reported_account: dict[str, Any]) -> Iterator[str]:
     """Check that a unit's usage is the sum of its rows, and the account the sum of all usages and lost tokens."""
     committed: defaultdict[str, int] = defaultdict(int)
     for unit in sorted(run.committed()):
@@ -123,7 +123,7 @@ def _wrong_usage(run: RunDirectory, rows: list[dict[str, Any]], reported_account
         yield f"the report says {reported_account['usd']}, but the ledger {current.usd}"
 
 
-def _leftovers(run: RunDirectory) -> Iterator[str]:
+def _leftover_problems(run: RunDirectory) -> Iterator[str]:
     """Check that the lease is released, that no unused file is left, and that the report is complete."""
     lease = read_lease(run.root)
     if lease is None or lease.outcome is None:

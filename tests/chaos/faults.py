@@ -87,9 +87,9 @@ def full_disk(folder: Path) -> Scene:
             while True:
                 file.write(bytes(4096))
         scene.expect_end(driver, 1, "No space left on device")
-        before = scene.run.committed()
+        units_before = scene.run.committed()
         scene.expect_end(scene.start(), 2, "No space left on device")
-        scene.expect(scene.run.committed() == before, "committed units changed while the disk was full")
+        scene.expect(scene.run.committed() == units_before, "committed units changed while the disk was full")
         filler.unlink()
         scene.finish()
     return scene

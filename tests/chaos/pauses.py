@@ -43,7 +43,7 @@ _FLAGS = (
     "--output-format", "jsonl",
 )  # fmt: skip
 _RETRY = "--retry-failed"
-_STOPPED_AT = 35  # a step between the commits of the first and the last unit on disk; on S3, it is a third of this
+_STOPPED_AT = 35  # a step between the commits of the first and the last unit on disk; on S3, a third of this
 _MAX_STEPS = 400
 
 
@@ -52,23 +52,23 @@ class Scene:
     """A situation in which a driver is stopped.
 
     Attributes:
-        before: state of the run before the play: `nothing`, `killed` midway, or `finished` with dead letters.
+        initial_state: state of the run before the play: `nothing`, `killed` midway, or `finished` with dead letters.
         flags: additional flags of the first and the second driver.
         at_renewals: whether the driver is stopped at the steps that renew its lease.
     """
 
-    before: str
+    initial_state: str
     flags: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
     at_renewals: bool = False
 
 
 SCENES = {
-    "start": Scene(before="nothing", flags=((), ("--rows-per-unit", "3"))),  # each driver makes its own plan
-    "continue": Scene(before="killed"),
-    "retry": Scene(before="finished", flags=((_RETRY,), (_RETRY,))),
-    "retry-alone": Scene(before="finished", flags=((_RETRY,), ())),
-    "finish": Scene(before="finished"),
-    "renewals": Scene(before="nothing", at_renewals=True),
+    "start": Scene(initial_state="nothing", flags=((), ("--rows-per-unit", "3"))),  # each driver makes its own plan
+    "continue": Scene(initial_state="killed"),
+    "retry": Scene(initial_state="finished", flags=((_RETRY,), (_RETRY,))),
+    "retry-alone": Scene(initial_state="finished", flags=((_RETRY,), ())),
+    "finish": Scene(initial_state="finished"),
+    "renewals": Scene(initial_state="nothing", at_renewals=True),
 }
 
 
@@ -123,7 +123,7 @@ class Stage:
         return plays
 
     def _play(self, plays: Plays, stops_by_driver: list[tuple[frozenset[int], int]]) -> bool:
-        """Play once; return whether a driver was stopped."""
+        """Play once, with the steps and the number of each driver. Return whether a driver was stopped."""
         scene, number = SCENES[plays.scene.partition(",")[0]], next(self._numbers)
         folder = self._folder / f"play-{number:04d}"
         folder.mkdir()
@@ -131,7 +131,7 @@ class Stage:
         self._prepare(scene, output, folder)
         under = f"/play-{number:04d}" if self._bucket else output
         steps, drivers = folder / "steps", []
-        refused = _REFUSED_ROWS if scene.before != "finished" else frozenset({1})
+        refused = _REFUSED_ROWS if scene.initial_state != "finished" else frozenset({1})
         for step_numbers, index in stops_by_driver:
             stops = None
             if step_numbers:
@@ -141,10 +141,13 @@ class Stage:
             drivers[-1].wait()
         _take_turns(drivers)
         stopped_at = steps.read_text().splitlines() if steps.exists() else []
-        last = Driver(self._command(output), folder / "last.log", refused=refused)
-        last.wait()
+        final_driver = Driver(self._command(output), folder / "last.log", refused=refused)
+        final_driver.wait()
         play_name = f"{plays.scene}, stopped at {', '.join(stopped_at)} ({folder.name})"
-        problems = [*_exit_problems(drivers, last), *run_in_fork(lambda: _run_problems(output), folder / "audit")]
+        problems = [
+            *_exit_problems(drivers, final_driver),
+            *run_in_fork(lambda: _run_problems(output), folder / "audit"),
+        ]
         plays.num_plays += 1
         plays.steps += stopped_at
         plays.codes[", ".join(str(driver.exit_code) for driver in drivers)] += 1
@@ -158,11 +161,11 @@ class Stage:
 
     def _prepare(self, scene: Scene, output: str, folder: Path) -> None:
         """Bring the run into the state in which the scene begins."""
-        if scene.before == "nothing":
+        if scene.initial_state == "nothing":
             return
         under = f"/{folder.name}" if self._bucket else output
         stopped_at = _STOPPED_AT // 3 if self._bucket else _STOPPED_AT
-        at = frozenset({stopped_at}) if scene.before == "killed" else frozenset()
+        at = frozenset({stopped_at}) if scene.initial_state == "killed" else frozenset()
         steps = Steps(at=at, under=under, log=folder / "before")
         driver = Driver(self._command(output), folder / "before.log", steps=steps, refused=_REFUSED_ROWS)
         is_stopped = driver.wait()
@@ -183,9 +186,9 @@ def _take_turns(drivers: list[Driver]) -> None:
 _REFUSAL_MESSAGES = ("is in use by", "was taken over by another driver", "has planned retry")
 
 
-def _exit_problems(drivers: list[Driver], last: Driver) -> Iterator[str]:
+def _exit_problems(drivers: list[Driver], final_driver: Driver) -> Iterator[str]:
     """Check that each driver finished, or was refused because another driver is running."""
-    for driver in [*drivers, last]:
+    for driver in [*drivers, final_driver]:
         output = driver.read_output()
         if "Traceback" in output:
             yield f"a traceback: {output[-600:]}"
@@ -195,8 +198,8 @@ def _exit_problems(drivers: list[Driver], last: Driver) -> Iterator[str]:
             yield f"a driver ended with {driver.exit_code}: {output[-600:]}"
     if all(driver.exit_code for driver in drivers):
         yield f"no driver finished the run: {[driver.read_output()[-200:] for driver in drivers]}"
-    if last.exit_code:
-        yield f"the same command, once more, ended with {last.exit_code}: {last.read_output()[-600:]}"
+    if final_driver.exit_code:
+        yield f"the same command, once more, ended with {final_driver.exit_code}: {final_driver.read_output()[-600:]}"
 
 
 def _run_problems(output: str) -> list[str]:
@@ -217,8 +220,8 @@ def _run_problems(output: str) -> list[str]:
         problems.append(f"the report has {report['account']['num_failed_rows']} dead letters, not {len(failed)}")
     problems += _export_problems(run, rows, failed)
     problems += [f"the temporary file {path} is left" for path in _temporary_files(storage_path(output))]
-    if (last := read_lease(run.root)) is None or last.outcome != "ended":
-        problems.append(f"the lease's outcome is {last and last.outcome}, not ended")
+    if (lease := read_lease(run.root)) is None or lease.outcome != "ended":
+        problems.append(f"the lease's outcome is {lease and lease.outcome}, not ended")
     return problems
 
 

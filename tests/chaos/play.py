@@ -60,11 +60,11 @@ class Player:
     def __init__(
         self, job: Job, kills: list[Kill], nodes: RayNodes | None, *, limit_s: float, say: Callable[[str], None]
     ) -> None:
-        self._job, self._pending, self._nodes, self._say = job, list(kills), nodes, say
-        self._started = time.monotonic()
+        self._job, self._pending_kills, self._nodes, self._say = job, list(kills), nodes, say
+        self._started_at = time.monotonic()
         self._units_at_last_kill = 0
         self._due_at: float | None = None
-        self._give_up_at = self._started + limit_s
+        self._give_up_at = self._started_at + limit_s
         self._result = RunResult()
 
     def play(self) -> RunResult:
@@ -83,7 +83,7 @@ class Player:
                     last_words=driver.last_message(),
                 )
             )
-        self._result.wall_s = round(time.monotonic() - self._started, 1)
+        self._result.wall_s = round(time.monotonic() - self._started_at, 1)
         if not self._result.problems:
             self._result.audit = audit(self._job)
             self._result.problems += [*self._result.audit.problems, *self._survivors()]
@@ -96,13 +96,13 @@ class Player:
         if len(attempts) >= _MAX_ATTEMPTS:
             self._result.problems.append(f"not done after {len(attempts)} attempts: {attempts[-1].last_words}")
         if time.monotonic() > self._give_up_at:
-            self._result.problems.append(f"the run hung: not done after {time.monotonic() - self._started:.0f} s")
+            self._result.problems.append(f"the run hung: not done after {time.monotonic() - self._started_at:.0f} s")
         return bool(self._result.problems)
 
     def _watch(self, driver: Driver) -> None:
         while driver.exit_code() is None and time.monotonic() < self._give_up_at:
-            if self._pending and self._is_due(self._pending[0]):
-                self._try_kill(self._pending[0], driver)
+            if self._pending_kills and self._is_due(self._pending_kills[0]):
+                self._try_kill(self._pending_kills[0], driver)
             time.sleep(_POLL_S)
 
     def _is_due(self, kill: Kill) -> bool:
@@ -117,12 +117,12 @@ class Player:
         victim = self._carry_out(kill, driver)
         if victim is None:
             return
-        self._pending.pop(0)
+        self._pending_kills.pop(0)
         self._due_at, self._units_at_last_kill = None, num_committed
         record = KillRecord(
             kind=kill.kind,
             victim=victim,
-            at_s=round(time.monotonic() - self._started, 1),
+            at_s=round(time.monotonic() - self._started_at, 1),
             attempt=len(self._result.attempts),
             num_committed=num_committed,
         )

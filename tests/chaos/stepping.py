@@ -149,7 +149,7 @@ def _replace_ray(refused: frozenset[int]) -> None:
     cluster.ray_cluster = lambda **_: contextlib.nullcontext()
     for name in ("require_capacity", "release_nodes", "abandon"):
         setattr(cluster, name, lambda *_, **__: None)
-    streaming._dataset = _InProcess
+    streaming._dataset = _InProcessDataset
     session.redirect_output = lambda _: None
     lease._acquire = lambda root, _, *rest: original_acquire(root, LEASE_S, *rest)
     original_generate = FakeEngine.generate
@@ -162,7 +162,7 @@ def _replace_ray(refused: frozenset[int]) -> None:
     FakeEngine.generate = generate
 
 
-class _InProcess:
+class _InProcessDataset:
     """A replacement for the Ray dataset: each unit is prepared, generated and committed in the thread that iterates."""
 
     def __init__(self, run: ResolvedRun, units: Sequence[WorkUnit]) -> None:

@@ -117,7 +117,7 @@ def judge(status: int, content: bytes, *, is_stream: bool) -> tuple[str, str]:
 
 
 def _error_of(text: str) -> dict[str, Any] | None:
-    """Return the OpenAI error in a response, or None if it is not a complete one."""
+    """Return the OpenAI error in a response, or None if it is incomplete."""
     try:
         error = json.loads(text)["error"]
     except (ValueError, KeyError, TypeError):
@@ -158,7 +158,7 @@ class Clients:
 async def start_and_disconnect(url: str, num_clients: int, num_tokens: int) -> list[str]:
     """Start streams and disconnect after their first bytes; return the request ids."""
 
-    async def leave(client: int) -> str:
+    async def disconnect_early(client: int) -> str:
         async with httpx.AsyncClient(base_url=url, timeout=_TIMEOUT) as http:
             request = body(f"vanishing {client}", num_tokens, is_stream=True)
             async with http.stream("POST", "/v1/chat/completions", json=request) as response:
@@ -167,4 +167,4 @@ async def start_and_disconnect(url: str, num_clients: int, num_tokens: int) -> l
                     break
                 return response.headers["x-peagle-request-id"]
 
-    return await asyncio.gather(*map(leave, range(num_clients)))
+    return await asyncio.gather(*map(disconnect_early, range(num_clients)))

@@ -1,4 +1,4 @@
-"""`peagle serve` with the fake engine as a process, and the processes that it consists of (Linux only)."""
+"""`peagle serve` with the fake engine as a process, and its child processes (Linux only)."""
 
 import json
 import os
@@ -109,7 +109,7 @@ class Endpoint:
         return load
 
     def wait_until_complete(self, num_replicas: int, timeout_s: float) -> float | None:
-        """Wait until every part and `num_replicas` engines run; return the seconds, or None if they do not in time."""
+        """Wait until every part and `num_replicas` engines run; return the seconds, or None after the timeout."""
         started = time.monotonic()
         while time.monotonic() - started < timeout_s:
             load, numbers = self.load(), [len(self.pids(part)) for part in PARTS]

@@ -69,20 +69,20 @@ def _disconnected_clients(fault: dict[str, Any]) -> str:
     )
 
 
-def _overload(row: dict[str, Any]) -> str:
+def _overload(result: dict[str, Any]) -> str:
     rows = [
         ("", ""),
-        ("load, as a multiple of capacity", f"{row['factor']:g}"),
-        ("capacity, requests/s", f"{row['capacity_per_s']:.1f}"),
-        ("seconds", f"{row['seconds']:.0f}"),
-        ("requests", row["num_requests"]),
-        *row["outcomes"].items(),
-        ("share refused", f"{row['share_refused']:.1%}"),
-        ("answer without load, s", f"{row['alone_s']:.2f}"),
-        ("latency of answered requests: p50, s", _seconds(row["latency_p50_s"])),
-        ("p95, s", _seconds(row["latency_p95_s"])),
-        ("longest, s", _seconds(row["latency_max_s"])),
-        ("time to a refusal: p95, s", _seconds(row["refusal_p95_s"])),
+        ("load, as a multiple of capacity", f"{result['factor']:g}"),
+        ("capacity, requests/s", f"{result['capacity_per_s']:.1f}"),
+        ("seconds", f"{result['seconds']:.0f}"),
+        ("requests", result["num_requests"]),
+        *result["outcomes"].items(),
+        ("share refused", f"{result['share_refused']:.1%}"),
+        ("answer without load, s", f"{result['alone_s']:.2f}"),
+        ("latency of answered requests: p50, s", _seconds(result["latency_p50_s"])),
+        ("p95, s", _seconds(result["latency_p95_s"])),
+        ("longest, s", _seconds(result["latency_max_s"])),
+        ("time to a refusal: p95, s", _seconds(result["refusal_p95_s"])),
     ]
     return "\n".join(markdown([(name, str(value)) for name, value in rows]))
 

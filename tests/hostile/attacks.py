@@ -27,7 +27,7 @@ _MIB = 2**20
 _FILE_MIB = 100
 _NUM_READERS = 12
 _MAX_REFUSAL_BYTES = 4096
-_NICE = 10
+_NICE = 10  # the attackers' CPU priority; a higher number is a lower priority
 _PAUSE_S = 0.02  # between two requests of a client, because the load generator shares the machine with the endpoint
 
 
@@ -113,7 +113,7 @@ async def normal_requests(tenants: Tenants, seconds: float) -> AttackResult:
 
 async def paths(tenants: Tenants, seconds: float) -> AttackResult:
     """Use many spellings of the path, with small and huge bodies, and a key that may only use another model."""
-    marks = [
+    suffixes = [
         "%0A",
         "%0D",
         "%0D%0A",
@@ -133,7 +133,7 @@ async def paths(tenants: Tenants, seconds: float) -> AttackResult:
     chats += ["/V1/Chat/Completions", "/v1/chat%2Fcompletions", "/v1/%63hat/completions"]
     chat, completion = _chat(tenants), {"model": tenants.model, "prompt": "attack", "max_tokens": 8}
     bodies = {CHAT: chat, COMPLETIONS: completion, BATCHES: chat}
-    sends = [_post(f"{path}{mark}", body) for path, body in bodies.items() for mark in marks]
+    sends = [_post(f"{path}{suffix}", body) for path, body in bodies.items() for suffix in suffixes]
     sends += [_post(path, chat) for path in chats]
     sends += [_post(f"{CHAT}%0A", _chat(tenants, "x" * 20 * _MIB))]
     return await _hammer(tenants, RESTRICTED, sends, seconds, judge=_never_answered)
@@ -313,8 +313,8 @@ async def downloads(tenants: Tenants, seconds: float) -> AttackResult:
 
 async def connections(tenants: Tenants, seconds: float) -> AttackResult:
     """Open connections that send half a header, and send requests with an invalid key."""
-    half = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nx-a: "
-    sockets = [await _send_raw(tenants, half) for _ in range(200)]
+    half_request = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nx-a: "
+    sockets = [await _send_raw(tenants, half_request) for _ in range(200)]
     without_valid_key = replace(tenants, keys={**tenants.keys, ATTACKER: "pk-nobody"})
     result = await _hammer(without_valid_key, ATTACKER, [_post(CHAT, _chat(tenants))], seconds, judge=_never_answered)
     for writer in sockets:
@@ -325,7 +325,7 @@ async def connections(tenants: Tenants, seconds: float) -> AttackResult:
 async def batches(tenants: Tenants, seconds: float) -> AttackResult:
     """Create as many batches as possible with an invalid file; the neighbour's batch must still be accepted."""
     line = {"custom_id": "1", "method": "POST", "url": CHAT, "body": {"model": "nobody", "messages": []}}
-    order = {"endpoint": CHAT, "completion_window": "24h"}
+    batch_fields = {"endpoint": CHAT, "completion_window": "24h"}
 
     async def upload(http: httpx.AsyncClient) -> str:
         sent = await http.post(FILES, files={"file": ("b.jsonl", json.dumps(line).encode())}, data={"purpose": "batch"})
@@ -333,10 +333,10 @@ async def batches(tenants: Tenants, seconds: float) -> AttackResult:
         return str(sent.json()["id"])
 
     async with tenants.client(ATTACKER) as http:
-        body = {**order, "input_file_id": await upload(http)}
+        body = {**batch_fields, "input_file_id": await upload(http)}
     result = await _hammer(tenants, ATTACKER, [_post(BATCHES, body)], seconds, judge=_accept_any, num_clients=8)
     async with tenants.client(NEIGHBOUR) as http:
-        response = await http.post(BATCHES, json={**order, "input_file_id": await upload(http)})
+        response = await http.post(BATCHES, json={**batch_fields, "input_file_id": await upload(http)})
         if response.status_code != 200:
             result.note(f"the neighbour's batch was refused: {response.status_code} {response.text[:200]}")
     return result

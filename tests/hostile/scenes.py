@@ -53,11 +53,11 @@ async def _attack(attackers: Executor, tenants: Tenants, names: list[str], secon
 async def _scene(
     endpoint: Endpoint, tenants: Tenants, name: str, seconds: float, attack: Coroutine[Any, Any, list[AttackResult]]
 ) -> dict[str, Any]:
-    neighbour, began, before = Neighbour(tenants, endpoint), time.monotonic(), cpu_times(os.getpid())
-    result = await attack
+    neighbour, began, cpu_before = Neighbour(tenants, endpoint), time.monotonic(), cpu_times(os.getpid())
+    results = await attack
     await asyncio.sleep(max(0.0, began + seconds - time.monotonic()))
     await neighbour.stop()
-    spent = cpu_spent(before, cpu_times(os.getpid()))
+    spent = cpu_spent(cpu_before, cpu_times(os.getpid()))
     outcomes = neighbour.tally.outcomes()
     latencies = [request.latency_s for request in neighbour.tally.requests if request.outcome == "answered"]
     row: dict[str, Any] = {
@@ -70,8 +70,8 @@ async def _scene(
         "peak_mib": neighbour.peak_mib,
         "grown_mib": neighbour.grown_mib,
         "cpu_s": {name: round(seconds, 1) for name, seconds in sorted(spent.items()) if seconds >= 0.1},
-        "statuses": _sum(result),
-        "problems": [problem for attack_result in result for problem in attack_result.problems],
+        "statuses": _sum_statuses(results),
+        "problems": [problem for attack_result in results for problem in attack_result.problems],
     }
     if outcomes["answered"] < len(neighbour.tally.requests):
         seen = sorted({request.seen for request in neighbour.tally.requests if request.seen})[:3]
@@ -79,9 +79,9 @@ async def _scene(
     return row
 
 
-def _sum(result: list[AttackResult]) -> dict[str, int]:
+def _sum_statuses(results: list[AttackResult]) -> dict[str, int]:
     totals: dict[str, int] = {}
-    for attack_result in result:
+    for attack_result in results:
         for status, number in attack_result.statuses.items():
             totals[str(status)] = totals.get(str(status), 0) + number
     return dict(sorted(totals.items()))

@@ -92,8 +92,8 @@ def tenants(
         "--keys", str(key_file), "--batches", str(folder / "batches"),
     ]  # fmt: skip
     # Short steps, because a prompt delays other requests by a step, and a step of 2,048 tokens takes seconds on CPUs.
-    real = ["--model", model, "--max-model-len", "2048", "--max-num-batched-tokens", "128"]
-    flags += ["--fake", '{"token_s": 0.02}'] if engine == "fake" else real
+    vllm_flags = ["--model", model, "--max-model-len", "2048", "--max-num-batched-tokens", "128"]
+    flags += ["--fake", '{"token_s": 0.02}'] if engine == "fake" else vllm_flags
     with serving(folder, flags, start_s=start_s) as endpoint:
         if has_own_cores:
             leave_cores(os.getpid(), ",".join(map(str, _cores_of_engine())))
@@ -136,11 +136,11 @@ class Neighbour:
                 number += 1
 
     async def _watch(self) -> None:
-        before = await asyncio.to_thread(_rss_mib, self._endpoint)
+        initial_mib = await asyncio.to_thread(_rss_mib, self._endpoint)
         while not self._is_stopped:
             for part, mib in (await asyncio.to_thread(_rss_mib, self._endpoint)).items():
                 self.peak_mib[part] = max(mib, self.peak_mib.get(part, 0.0))
-                self.grown_mib[part] = self.peak_mib[part] - before[part]
+                self.grown_mib[part] = self.peak_mib[part] - initial_mib[part]
             await asyncio.sleep(0.5)
 
 

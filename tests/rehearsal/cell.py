@@ -190,13 +190,13 @@ def _options_of(flags: list[str]) -> dict[str, Any]:
 
 def _target_layers(config: Any) -> Iterator[Layer]:
     """Yield the attention layers of a target by kind."""
-    text = config.model_config.hf_text_config
-    kinds = _layer_types(text)
-    is_gemma, is_gpt_oss = "gemma4" in text.model_type, text.model_type == "gpt_oss"
+    text_config = config.model_config.hf_text_config
+    kinds = _layer_types(text_config)
+    is_gemma, is_gpt_oss = "gemma4" in text_config.model_type, text_config.model_type == "gpt_oss"
     for kind in dict.fromkeys(kinds):
         is_full = kind == "full_attention"
         # Gemma's global layers have attention heads of another size, so its configuration is read per layer.
-        layer = text.per_layer_config[kinds.index(kind)] if is_gemma else text
+        layer = text_config.per_layer_config[kinds.index(kind)] if is_gemma else text_config
         yield Layer(
             name=f"model.layers.{kinds.index(kind)}",
             count=kinds.count(kind),
@@ -214,11 +214,11 @@ def _draft_layers(config: Any) -> Iterator[Layer]:
     if spec is None:
         return
     head = spec.draft_model_config.hf_text_config
-    start = config.model_config.hf_text_config.num_hidden_layers
+    first_draft_layer = config.model_config.hf_text_config.num_hidden_layers
     kinds = _layer_types(head)
     for kind in dict.fromkeys(kinds):
         yield Layer(
-            name=f"model.layers.{start + kinds.index(kind)}",
+            name=f"model.layers.{first_draft_layer + kinds.index(kind)}",
             count=kinds.count(kind),
             heads=head.num_attention_heads,
             kv_heads=head.num_key_value_heads,

@@ -1,4 +1,4 @@
-"""Rehearse the commands of benchmarks/GPU_QUEUE.md: the engines and trainings that they start on a card.
+"""Rehearse the commands of benchmarks/GPU_QUEUE.md: the engines and trainings that the commands start.
 
 The page's code blocks run in bash, with `python3` replaced by a function that records its arguments. The scripts that
 they would start then list their benchmarks, trainings and commands. Their engines are rehearsed like those of the grid,
@@ -47,11 +47,11 @@ def queued_commands(folder: Path) -> list[list[str]]:
 
 def rehearse_queue(hardware: Hardware, folder: Path) -> list[dict[str, Any]]:
     """Rehearse every engine of the queue's commands on a card; return the cells with their outcomes."""
-    single = replace(hardware, num_accelerators=1)
+    one_card = replace(hardware, num_accelerators=1)
     commands = queued_commands(folder)  # before writing folders, because a block may skip existing results
     _write_folders(folder)
     os.chdir(folder)
-    return [cell for command in commands for cell in _rehearse(command, single)]
+    return [cell for command in commands for cell in _rehearse(command, one_card)]
 
 
 def _write_folders(folder: Path) -> None:
@@ -61,7 +61,7 @@ def _write_folders(folder: Path) -> None:
     shapes, target = folder / "runs" / "shapes", qwen.target_config(tiny=False)
     write_json(shapes / "target", target)
     write_tokenizer(shapes / "target")
-    # The scripts write this file last; if it exists, they assume that all others do.
+    # The scripts write this file last; if it exists, they assume that the other files do.
     (shapes / "prompts.jsonl").write_text('{"prompt": "a"}\n')
     for method in ("peagle", "eagle3"):
         write_json(shapes / method, qwen.head_config(method, target, tiny=False))

@@ -26,8 +26,8 @@ _EAGLE3_VOCABULARY = 32_000
 _TOKENIZER_VOCABULARY = {"a": 0, "<end>": 1}
 
 
-def write_all(hub: Path, folders: Path) -> None:
-    """Write the catalog's Hugging Face models and their published heads into `hub`, other heads into `folders`."""
+def write_all(hub: Path, heads_folder: Path) -> None:
+    """Write the catalog's Hugging Face models and their published heads into `hub`, other heads into `heads_folder`."""
     for card in load_catalog():
         if card.source.kind != "huggingface":
             continue
@@ -37,14 +37,14 @@ def write_all(hub: Path, folders: Path) -> None:
         for method in DRAFT_METHODS:
             head = card.heads.get(method)
             on_hub = head is not None and head.published and head.id is not None
-            folder = _snapshot(hub, str(head.id)) if on_hub and head else head_folder(folders, card.name, method)
+            folder = _snapshot(hub, str(head.id)) if on_hub and head else head_folder(heads_folder, card.name, method)
             in_speculators = on_hub and "speculator" in folder.parts[-3].lower()
             write_json(folder, head_config(method, target, in_speculators=in_speculators))
 
 
-def head_folder(folders: Path, model: str, method: str) -> Path:
+def head_folder(heads_folder: Path, model: str, method: str) -> Path:
     """Return the folder of a head that is not on the hub."""
-    return folders / f"{model}-{method}"
+    return heads_folder / f"{model}-{method}"
 
 
 def target_config(card: ModelCard) -> dict[str, Any]:

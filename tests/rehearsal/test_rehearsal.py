@@ -100,9 +100,9 @@ def test_cache_is_fp8_only_for_long_contexts(h100_cells):
 
 
 def test_no_engine_has_flashinfer_with_an_fp8_cache(h100_cells):
-    fp8 = [c for c in h100_cells if c.get("kv_cache_dtype") == "fp8"]
-    assert len(fp8) > 2
-    assert not any("FLASHINFER" in c["back_ends"] + c["draft_back_ends"] for c in fp8)
+    fp8_cells = [c for c in h100_cells if c.get("kv_cache_dtype") == "fp8"]
+    assert len(fp8_cells) > 2
+    assert not any("FLASHINFER" in c["back_ends"] + c["draft_back_ends"] for c in fp8_cells)
 
 
 def test_estimated_cache_per_request_is_close_to_vllms(h100_cells):

@@ -62,7 +62,7 @@ class Quota:
             self._arriving_files[key.name] += num_files
 
     def require(self, key: KeyRecord, *, num_bytes: int = 0, num_files: int = 0) -> None:
-        """Require that the key's files, arriving uploads and the given amount fit the quota."""
+        """Raise 413 unless the key's files, arriving uploads and the given amount fit the quota."""
         limit, files = self._limits.for_key(key), self._store.files(key.name)
         num_files += len(files) + self._arriving_files[key.name]
         num_bytes += sum(file.num_bytes for file in files) + self._arriving_bytes[key.name]
@@ -185,20 +185,20 @@ class BatchCreator:
         name = hashlib.sha256(f"{key.name} {idempotency_key}".encode()).hexdigest()
         fields = body.model_dump(mode="json")
         with self._locks[key.name]:
-            first = self._store.load_idempotent(name)
-            if first is None:
+            stored_request = self._store.load_idempotent(name)
+            if stored_request is None:
                 self._store.save_idempotent(name, self._request(body, key), fields)
-                first = self._store.load_idempotent(name)
-            assert first is not None, "it was just written"
-            if first["asked"] != fields:
+                stored_request = self._store.load_idempotent(name)
+            assert stored_request is not None, "it was just written"
+            if stored_request["asked"] != fields:
                 message = "Idempotency-Key: already used for a different request; use a new key for each request"
                 raise ApiError(422, message, code="idempotency_key_reused")
-            request = BatchRequest.from_dict(first["order"])
+            request = BatchRequest.from_dict(stored_request["order"])
             return self._store.batch(request.id, request.key.name) or self._store.add_batch(request)
 
     def _request(self, body: NewBatch, key: KeyRecord) -> BatchRequest:
-        stored = self._store.file(body.input_file_id, key.name)
-        if stored is None or stored.purpose != INPUT:
+        input_file = self._store.file(body.input_file_id, key.name)
+        if input_file is None or input_file.purpose != INPUT:
             message = f"input_file_id: there is no file {shown(body.input_file_id)} with the purpose {INPUT!r}"
             raise ApiError(400, message, code="invalid_input_file", param="input_file_id")
         self._quota.require(key, num_bytes=1, num_files=1)

@@ -1,7 +1,7 @@
 """File downloads with limited memory.
 
 If the proxy acknowledges data (`serve/flow.py`), only a window of each download is in memory. Otherwise the whole
-response counts, and large files must be fetched with `Range`.
+response is, and large files must be fetched with `Range`.
 """
 
 import contextlib

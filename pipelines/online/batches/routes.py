@@ -165,7 +165,7 @@ class BatchRoutes:
 
     async def create_file(self, request: Request) -> JSONResponse:
         """Upload the input of a batch."""
-        batches, key = self._enabled(), key_of(request)
+        batches, key = self._require_enabled(), key_of(request)
         require_form(request.headers.get("content-type", ""))
         num_bytes = declared_bytes(request.headers, batches.settings.max_upload_bytes)
         with batches.transfers.hold(key.name, UPLOAD_WINDOW_BYTES):
@@ -186,7 +186,7 @@ class BatchRoutes:
         after: str | None = Query(None),
     ) -> JSONResponse:
         """Return the key's files."""
-        files = await in_thread(self._enabled().store.files, key_of(request).name)
+        files = await in_thread(self._require_enabled().store.files, key_of(request).name)
         files = [file for file in files if purpose in (None, file.purpose)]
         return JSONResponse(list_object(files if order == "desc" else files[::-1], after=after, limit=limit))
 
@@ -196,7 +196,7 @@ class BatchRoutes:
 
     async def file_content(self, request: Request, file_id: str) -> Response:
         """Return the contents of a file, or redirect to the object store."""
-        stored, batches = await self._file(request, file_id), self._enabled()
+        stored, batches = await self._file(request, file_id), self._require_enabled()
         if batches.settings.presigns and (url := batches.store.presigned_url(stored, attachment(stored.filename))):
             return RedirectResponse(url, headers={"cache-control": "no-store"})
         return Download(
@@ -210,7 +210,7 @@ class BatchRoutes:
     async def delete_file(self, request: Request, file_id: str) -> JSONResponse:
         """Delete the key's file."""
         stored = await self._file(request, file_id)
-        store = self._enabled().store
+        store = self._require_enabled().store
         if await in_thread(store.is_in_use, stored):
             message = f"{file_id} is the input of a batch that has not ended; cancel the batch first"
             raise ApiError(400, message, code="file_in_use")
@@ -219,7 +219,7 @@ class BatchRoutes:
 
     async def create_batch(self, request: Request, body: NewBatch) -> JSONResponse:
         """Create a batch."""
-        batches, name = self._enabled(), request.headers.get("idempotency-key")
+        batches, name = self._require_enabled(), request.headers.get("idempotency-key")
         batch = await batches.creator.create(body, key_of(request), name)
         batches.wake()
         return JSONResponse(batch.to_api_object())
@@ -228,7 +228,7 @@ class BatchRoutes:
         self, request: Request, limit: int = Query(20, ge=1, le=100), after: str | None = Query(None)
     ) -> JSONResponse:
         """Return the key's batches, newest first."""
-        batches = await in_thread(self._enabled().store.batches, key_of(request).name)
+        batches = await in_thread(self._require_enabled().store.batches, key_of(request).name)
         return JSONResponse(list_object(batches, after=after, limit=limit))
 
     async def retrieve_batch(self, request: Request, batch_id: str) -> JSONResponse:
@@ -237,7 +237,7 @@ class BatchRoutes:
 
     async def cancel_batch(self, request: Request, batch_id: str) -> JSONResponse:
         """Cancel the key's batch."""
-        batches, batch = self._enabled(), await self._batch(request, batch_id)
+        batches, batch = self._require_enabled(), await self._batch(request, batch_id)
         if batch.is_over:
             message = f"{batch_id} cannot be cancelled: it is {batch.progress.status}"
             raise ApiError(400, message, code="batch_ended")
@@ -245,20 +245,20 @@ class BatchRoutes:
         batches.wake()
         return JSONResponse(batch.to_api_object())
 
-    def _enabled(self) -> Batches:
+    def _require_enabled(self) -> Batches:
         if self.batches is None:
             message = "files and batches are disabled: the endpoint was started without --batches"
             raise ApiError(404, message, code="batches_off")
         return self.batches
 
     async def _file(self, request: Request, file_id: str) -> StoredFile:
-        item = await in_thread(self._enabled().store.file, file_id, key_of(request).name)
+        item = await in_thread(self._require_enabled().store.file, file_id, key_of(request).name)
         if item is None:
             raise no_such_file(file_id)
         return item
 
     async def _batch(self, request: Request, batch_id: str) -> Batch:
-        item = await in_thread(self._enabled().store.batch, batch_id, key_of(request).name)
+        item = await in_thread(self._require_enabled().store.batch, batch_id, key_of(request).name)
         if item is None:
             raise ApiError(404, f"there is no batch {shown(batch_id)}", code="batch_not_found")
         return item
@@ -266,7 +266,7 @@ class BatchRoutes:
 
 def _save(store: BatchStore, upload: BinaryIO, owner: str, name: str, expires_s: int | None) -> StoredFile:
     file_id, now = new_id(FILE_PREFIX), store.now()
-    with store.writer(file_id) as (at, target):
+    with store.writer(file_id) as (path, target):
         shutil.copyfileobj(upload, target, _PIECE_BYTES)
         num_bytes = upload.tell()
     stored = StoredFile(
@@ -276,7 +276,7 @@ def _save(store: BatchStore, upload: BinaryIO, owner: str, name: str, expires_s:
         purpose=INPUT,
         num_bytes=num_bytes,
         created_at=now,
-        at=at,
+        at=path,
         expires_at=None if expires_s is None else store.clock.after(expires_s),
     )
     store.add_file(stored)

@@ -103,6 +103,7 @@ def final_progress(
 def make_task(
     batch: Batch, settings: BatchSettings, store: BatchStore, *, budget_usd: float | None = None
 ) -> BatchTask:
+    """Return the task of a batch whose input is valid."""
     request, model = batch.request, batch.progress.model
     assert model is not None, "its input was validated"
     key, batch_model = request.key, settings.models.get(model)
@@ -154,13 +155,13 @@ def scheduling_order(
         running: ids of the running batches.
         start_numbers: sequence number of the latest start, by key name.
     """
-    ahead = Counter(batch.request.key.name for batch in batches if batch.id in running)
+    num_ahead = Counter(batch.request.key.name for batch in batches if batch.id in running)
     ranks: dict[str, int] = {}
     for batch in batches:
         owner = batch.request.key.name
-        ranks[batch.id] = ahead[owner]
+        ranks[batch.id] = num_ahead[owner]
         if batch.id not in running:
-            ahead[owner] += 1
+            num_ahead[owner] += 1
     return sorted(
         batches,
         key=lambda batch: (batch.id not in running, ranks[batch.id], start_numbers.get(batch.request.key.name, 0)),
@@ -229,7 +230,7 @@ class BatchMoney:
         self._shared = SharedBudgets(settings.ledger)
 
     def payers(self, batch: Batch) -> list[Payer]:
-        """Return the budgets that the batch is charged to: of its key, of its tags and of the endpoint."""
+        """Return the budgets to which the batch is charged: those of its key, its tags and the endpoint."""
         key, tags = batch.request.key, tags_to_text(self._settings.tags(batch.progress.model, batch.request.key))
         key_payers: list[Payer] = [key] if key.budget_usd is not None else []
         return [*key_payers, *self._shared.of_tags(tags), *self._shared.of_endpoint()]
@@ -246,7 +247,7 @@ class BatchMoney:
         return left
 
     def hold(self, batch_id: str, payers: Sequence[Payer], left_usd: Sequence[float], wanted_usd: float) -> float:
-        """Reserve the same amount in all budgets, replacing the previous reservation, and return it.
+        """Reserve the same amount in all budgets, replacing the previous reservation. Returns the amount.
 
         If a budget has nothing left, the previous reservation stays and 0 is returned.
         """
@@ -315,12 +316,12 @@ class Scheduler:
         self._unfinished: list[Batch] = []
         self._running: dict[str, _Work] = {}
         self._attempts: Counter[str] = Counter()  # failed attempts at the run, and later at collecting
-        self._not_before: dict[str, float] = {}
+        self._retry_at: dict[str, float] = {}
         self._to_collect: dict[str, tuple[Reason, Errors]] = {}
         """Batches that only need to be collected, so that a failed or postponed collection is retried."""
         self._next_sweep = -math.inf
         self._start_numbers: Counter[str] = Counter()
-        """Sequence number of the latest start, by key."""
+        """Sequence number of the latest start, by key name."""
 
     def tick(self) -> None:
         """Do all possible steps. Failed steps are retried by a later tick."""
@@ -351,7 +352,7 @@ class Scheduler:
         work = self._running.get(batch.id)
         if work is not None:
             self._watch(batch, work)
-        elif self._not_before.get(batch.id, -math.inf) <= self._monotonic():
+        elif self._retry_at.get(batch.id, -math.inf) <= self._monotonic():
             self._begin(batch)
             if batch.id in self._running:
                 self._start_numbers[batch.request.key.name] = 1 + max(self._start_numbers.values(), default=0)
@@ -396,7 +397,7 @@ class Scheduler:
         self._running[batch.id] = _Work(self._runner.run(task), has_engines=True, estimate=batch_estimate)
 
     def _hold(self, batch: Batch, payers: Sequence[Payer]) -> tuple[float, BatchEstimate | None]:
-        """Reserve the expected cost of a batch, or the rest of its budgets without an estimate.
+        """Reserve the expected cost of a batch, or all that is left of its budgets if there is no estimate.
 
         Returns the reserved US dollars (0 if the batch must wait) and the estimate.
         """
@@ -418,7 +419,7 @@ class Scheduler:
         return estimate(batch.progress, self._settings.models[model], price, self._sessions.all())
 
     def _raise_reservation(self, batch: Batch, work: _Work, spent_usd: float) -> None:
-        """Increase a run's reservation as it spends, while budgets last. Borrowed engines' cost is in the ledger."""
+        """Raise a run's reservation as the run spends, while budgets last. Borrowed engines' cost is in the ledger."""
         if work.estimate is None or not (payers := self._money.payers(batch)):
             return
         billed_usd = spent_usd if self._settings.lends else 0.0
@@ -529,13 +530,13 @@ class Scheduler:
     def _on_error(self, batch: Batch, work: _Work, error: PeagleError) -> None:
         del self._running[batch.id]
         if isinstance(error, RunInUse):
-            self._not_before[batch.id] = self._monotonic() + _RETRY_S
+            self._retry_at[batch.id] = self._monotonic() + _RETRY_S
             return
         _log.error("batch %s: %s", batch.id, error)
         self._attempts[batch.id] += 1
         max_attempts = _COLLECT_ATTEMPTS if batch.id in self._to_collect else _ATTEMPTS
         if self._attempts[batch.id] < max_attempts and not isinstance(error, ConfigError):
-            self._not_before[batch.id] = self._monotonic() + _RETRY_S * self._attempts[batch.id]
+            self._retry_at[batch.id] = self._monotonic() + _RETRY_S * self._attempts[batch.id]
             return
         errors = batch_error("internal_error", "the server failed while processing this batch")
         if work.has_engines:

@@ -83,9 +83,9 @@ _ENVELOPE_BYTES = 4096  # a batch line's fields other than the body
 
 
 def _engine_option_names(options: ServedModelOptions) -> set[str]:
-    """Return the options that a batch's engine shares with the endpoint's; for a fake engine without parsers."""
-    shared = {*EngineOptions.model_fields, *FakeEngineOptions.model_fields}
-    return shared.difference(PARSER_KEYS) if options.engine == "fake" else shared
+    """Return the options that a batch's engine shares with the endpoint's. A fake engine has no parsers."""
+    names = {*EngineOptions.model_fields, *FakeEngineOptions.model_fields}
+    return names.difference(PARSER_KEYS) if options.engine == "fake" else names
 
 
 def batch_engine_range(config: ServeConfig) -> tuple[int, int]:
@@ -108,7 +108,7 @@ def batch_settings(
     if config.batches is None:
         return None
     models = {model.name: model for model in gate.models}
-    shared = {
+    common_config = {
         **config.model_dump(mode="json", include={*PriceOptions.model_fields, *TagOptions.model_fields}),
         "engines": "1" if config.lends_engines else config.batch_engines,
         "heartbeat_s": config.heartbeat_s,
@@ -121,7 +121,7 @@ def batch_settings(
         models={
             options.served_name: BatchModel(
                 model=models[options.served_name],
-                config={**options.model_dump(mode="json", include=_engine_option_names(options)), **shared},
+                config={**options.model_dump(mode="json", include=_engine_option_names(options)), **common_config},
                 neighbours=Neighbours(
                     slot_group=slot_group, hardware=hardware, placement=placements[options.served_name]
                 ),

@@ -129,8 +129,8 @@ class SteadyClock:
                 self._offset = saved["now"] - self._monotonic()
 
 
-def _is_near(offset: float, other: float) -> bool:
-    return abs(offset - other) <= _TOLERANCE_S
+def _is_near(offset: float, other_offset: float) -> bool:
+    return abs(offset - other_offset) <= _TOLERANCE_S
 
 
 class BatchStore:
@@ -200,7 +200,7 @@ class BatchStore:
         return _path_below(self.root, file.at)
 
     def open(self, file: StoredFile) -> BinaryIO:
-        """Open the file's contents. Raises FileNotFoundError if it was deleted."""
+        """Open the file's contents. Raises FileNotFoundError if the file was deleted."""
         return open_to_read(self.contents_path(file))
 
     def presigned_url(self, file: StoredFile, disposition: str) -> str | None:
@@ -257,8 +257,8 @@ class BatchStore:
 
         `output` is the path of the output file in the run directory, and its size in bytes.
         """
-        life_s = batch.request.output_expires_s
-        expires_at = None if life_s is None else self.clock.after(life_s)
+        lifetime_s = batch.request.output_expires_s
+        expires_at = None if lifetime_s is None else self.clock.after(lifetime_s)
 
         def add(kind: str, at: str, num_bytes: int) -> str:
             file = StoredFile(
@@ -275,9 +275,11 @@ class BatchStore:
             self.add_file(file)
             return file.id
 
-        output_file = add("output", f"runs/{batch.id}/{output[0]}", output[1]) if output else None
-        errors_file = add("errors", f"files/{output_id(batch, 'errors')}.jsonl", errors_bytes) if errors_bytes else None
-        return output_file, errors_file
+        output_file_id = add("output", f"runs/{batch.id}/{output[0]}", output[1]) if output else None
+        errors_file_id = (
+            add("errors", f"files/{output_id(batch, 'errors')}.jsonl", errors_bytes) if errors_bytes else None
+        )
+        return output_file_id, errors_file_id
 
     def remove_file(self, file: StoredFile) -> None:
         """Delete a file, after deleting the copies that runs keep of its contents."""
@@ -342,7 +344,10 @@ class BatchStore:
         return read_json(self.root / "ordered" / f"{name}.json")
 
     def delete_oldest_record(self, batches: Sequence[Batch]) -> bool:
-        """Delete the record of a key's oldest batch that ended a day ago and whose files are deleted, if any."""
+        """Delete the record of a key's oldest ended batch that is two days old and has no files, if any.
+
+        Returns whether a record was deleted.
+        """
         for batch in reversed(batches):
             ids = (batch.progress.output_file_id, batch.progress.error_file_id)
             is_old = self.clock() - batch.request.created_at > 2 * _KEEP_S  # its idempotency key has expired
@@ -355,8 +360,8 @@ class BatchStore:
 
     def cancel(self, batch: Batch) -> Batch:
         """Record the time of cancellation. Idempotent."""
-        at = {"cancelling_at": self.now()}
-        write_once(self.root / "cancels" / f"{batch.id}.json", json.dumps(at).encode())
+        cancellation = {"cancelling_at": self.now()}
+        write_once(self.root / "cancels" / f"{batch.id}.json", json.dumps(cancellation).encode())
         return replace(batch, cancelling_at=self._cancelling_at(batch.id))
 
     def begin_to_schedule(self) -> None:
@@ -365,7 +370,7 @@ class BatchStore:
         self.is_scheduling = True
 
     def save(self, batch_id: str, progress: BatchProgress) -> None:
-        """Save progress. Only the scheduler does; the first final progress wins."""
+        """Save progress. Only the scheduler may call this; the first final progress wins."""
         if progress.status in FINAL:
             write_once(self.root / "ends" / f"{batch_id}.json", json_bytes(progress.to_dict()))
         else:
@@ -421,7 +426,7 @@ async def in_thread(function: Callable[..., _Answer], *arguments: Any) -> _Answe
 
 
 def read_json(path: StoragePath) -> dict[str, Any] | None:
-    """Return the JSON in a file, or None if it does not exist."""
+    """Return the JSON in a file, or None if the file does not exist."""
     try:
         values: dict[str, Any] = json.loads(path.read_bytes())
     except FileNotFoundError:

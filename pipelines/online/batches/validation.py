@@ -47,7 +47,7 @@ class CheckedInput:
 
 
 class _LineError(ApiError):
-    """An error that only a batch file can have, as opposed to one of the request in a line."""
+    """An error of the batch file, as opposed to one of the request in a line."""
 
     def __init__(self, code: str, message: str, param: str | None = None) -> None:
         super().__init__(400, message, code=code, param=param)
@@ -111,7 +111,7 @@ class _Reader:
         if len(line) > self._rules.max_line_bytes:
             message = f"this line has {len(line)} bytes, but at most {self._rules.max_line_bytes} are allowed"
             raise _LineError("line_too_large", message)
-        request = _parsed(line)
+        request = _parse_line(line)
         if error := envelope_error(request):
             raise _LineError("invalid_request", error)
         custom_id, url = request["custom_id"], request["url"]
@@ -137,7 +137,7 @@ class _Reader:
             )
 
 
-def _parsed(line: bytes) -> dict[str, Any]:
+def _parse_line(line: bytes) -> dict[str, Any]:
     try:
         request = from_json(line)
     except HalfSurrogate as error:

@@ -65,6 +65,7 @@ class BatchTask:
     owner: str
     account: str
     model: str  # served name of the model
+    # input, run, errors: paths of the input file, the run directory and the error file
     input: str
     run: str
     errors: str
@@ -144,6 +145,7 @@ class StopRequest:
 
 
 def collect(task: BatchTask, reason: Reason | None) -> BatchResult:
+    """Export the results of a run, and write the error file of its batch."""
     directory = RunDirectory(task.run)
     exported = export(directory, "openai-batch", partial=True, force=False) if directory.exists else None
     num_unexecuted, num_bytes = _write_errors(task, directory, exported, reason)

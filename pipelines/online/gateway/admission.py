@@ -36,7 +36,7 @@ _TYPE_NAMES = {str: "a string", bool: "true or false", dict: "an object", int: "
 _MIN_INT, _MAX_INT = -(2**63), 2**63 - 1  # engines only accept 64-bit integers
 _DIGITS_SHOWN = 40
 _TEXT_PART_FIELDS = {"type", "text"}
-# vLLM accepts these from clients; here the endpoint sets them.
+# vLLM accepts these fields from clients; here the endpoint sets them.
 _ENDPOINT_FIELDS = ("cache_salt", "request_id", "session_id")
 _MAX_FLOATS = 10_000
 _MAX_FIELDS, _MAX_FIELD_CHARS = 200, 100  # vLLM's request types have about 70 fields
@@ -44,7 +44,7 @@ _MAX_DEPTH = 100  # nested lists and objects; hundreds cause a recursion error
 TEMPLATE_TOKENS = 1_024  # upper bound of what a chat template adds; the longest known ones add a few hundred
 MODALITIES = {"image": ("image_url", "input_image"), "audio": ("audio_url", "input_audio"), "video": ("video_url",)}
 _TEXT_PARTS = ("text", "input_text", "output_text", "thinking", "refusal", "tool_reference")
-# vLLM infers the type of an untyped part from these keys. A uuid refers to media that another client may have sent.
+# vLLM infers the type of an untyped part from these keys. A uuid refers to media that another client might have sent.
 _MEDIA_KEYS = (
     *("image_url", "input_image", "audio_url", "input_audio", "video_url"),
     *("image_pil", "image_embeds", "audio_embeds", "video_embeds", "prompt_embeds", "uuid", "file"),
@@ -58,7 +58,7 @@ class ServedModel:
     name: str
     max_model_len: int
     can_seed: bool = True  # whether sampling seeds work. On CPU, a request with a seed crashes vLLM 0.29
-    # per request, over all its prompts; Ray Serve counts them as one request. None is unlimited
+    # choices per request, over all its prompts; Ray Serve counts one request. None is unlimited
     max_choices: int | None = None
     max_answer_bytes: int | None = None  # maximum size of one answer, estimated with `AnswerShape`. None is unlimited
     media: Mapping[str, int] | None = None  # maximum items per request of each modality; None allows text only
@@ -102,7 +102,7 @@ def check_request(
     values = _parse(body)
     path = _detect_path(values) if path == INVOCATIONS_URL else path
     _check_types(path, values)
-    model = _model(values, key, models)
+    model = _requested_model(values, key, models)
     if refused := refused_field(path, values, in_bulk=False):
         code = "unsupported_parameter" if refused.hint is None else "unknown_parameter"
         raise ApiError(400, str(refused), code=code, param=refused.field)
@@ -237,11 +237,13 @@ def _whole_number(digits: str) -> int:
     is_short = len(digits) <= len(str(_MIN_INT))  # Python refuses thousands of digits
     if is_short and _MIN_INT <= (number := int(digits)) <= _MAX_INT:
         return number
-    shown = digits if len(digits) <= _DIGITS_SHOWN else f"{digits[:_DIGITS_SHOWN]}... ({len(digits)} digits)"
-    raise ApiError(400, f"the number {shown} is too large: whole numbers must fit in 64 bits", code="invalid_value")
+    shown_digits = digits if len(digits) <= _DIGITS_SHOWN else f"{digits[:_DIGITS_SHOWN]}... ({len(digits)} digits)"
+    raise ApiError(
+        400, f"the number {shown_digits} is too large: whole numbers must fit in 64 bits", code="invalid_value"
+    )
 
 
-def _model(values: Mapping[str, Any], key: KeyRecord, models: Mapping[str, ServedModel]) -> ServedModel:
+def _requested_model(values: Mapping[str, Any], key: KeyRecord, models: Mapping[str, ServedModel]) -> ServedModel:
     allowed = [name for name in models if key.models is None or name in key.models]
     name = values.get("model")
     if name is None:
@@ -259,7 +261,7 @@ def _model(values: Mapping[str, Any], key: KeyRecord, models: Mapping[str, Serve
 def _requested_tokens(
     path: str, values: Mapping[str, Any], model: ServedModel, limit: int | None, num_choices: int
 ) -> int | None:
-    """Return the request's max_tokens, or None if it has none. `limit` is for all choices together."""
+    """Return the request's max_tokens, or None if unset. `limit` is for all choices together."""
     has_new_name = path == CHAT_URL and values.get("max_completion_tokens") is not None
     field = "max_completion_tokens" if has_new_name else "max_tokens"
     requested: int | None = values.get(field)
@@ -299,8 +301,8 @@ def default_max_tokens(path: str, key: KeyRecord, model: ServedModel, limit: int
 def _num_choices(path: str, values: Mapping[str, Any], model: ServedModel) -> int:
     """Return the number of choices of all prompts. Each choice needs an engine slot."""
     prompt = values.get("prompt")
-    is_batch = path == COMPLETIONS_URL and isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
-    num_prompts = len(prompt) if is_batch and prompt else 1
+    has_prompt_list = path == COMPLETIONS_URL and isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
+    num_prompts = len(prompt) if has_prompt_list and prompt else 1
     n = int(values.get("n") or 1)
     if model.max_choices is not None and n * num_prompts > model.max_choices:
         message = (
@@ -370,6 +372,7 @@ def _check_url(url: str, where: str, domains: frozenset[str]) -> None:
 
 
 def _parts(messages: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the location of each content part, and the part."""
     for index, message in enumerate(messages if isinstance(messages, list) else ()):
         content = message.get("content") if isinstance(message, dict) else None
         for number, part in enumerate(content if isinstance(content, list) else ()):

@@ -57,7 +57,7 @@ class BodyLimits:
 
 
 def _counts(text: bytes) -> tuple[int, int, int]:
-    """Return the number of containers, members and separators in `text`; at most these if it contains strings."""
+    """Return the number of containers, members and separators in `text`; upper bounds if it contains strings."""
     return text.count(b"[") + text.count(b"{"), text.count(b":"), text.count(b",")
 
 
@@ -69,7 +69,7 @@ def _outside_strings(body: bytes) -> Iterator[bytes]:
     yield body[position:]
 
 
-# 1 MiB of token ids is about 175,000 values; a conversation with tools has five objects and lists per step.
+# 1 MiB of token ids is about 175,000 values; a conversation with tools has five objects and lists per turn.
 REQUEST_LIMITS = BodyLimits(num_containers=10_000, num_members=30_000, num_values=250_000)
 CREATE_BATCH_LIMITS = BodyLimits(num_containers=10, num_members=50, num_values=50)
 """Limits for the body that creates a batch: six fields, one of them with 16 members."""
@@ -86,7 +86,7 @@ class ParsePool:
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="bodies")
-        self._turns: dict[str, tuple[asyncio.Lock, int]] = {}
+        self._locks: dict[str, tuple[asyncio.Lock, int]] = {}
 
     async def run(
         self, key: str, num_bytes: int, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs
@@ -94,15 +94,15 @@ class ParsePool:
         """Return the result of the function. Short bodies are processed immediately in the calling thread."""
         if num_bytes <= _SHORT_BYTES:
             return function(*args, **kwargs)
-        lock, num_waiting = self._turns.get(key, (asyncio.Lock(), 0))
-        self._turns[key] = lock, num_waiting + 1
+        lock, num_waiting = self._locks.get(key, (asyncio.Lock(), 0))
+        self._locks[key] = lock, num_waiting + 1
         try:
             async with lock:
                 return await self._in_thread(lambda: function(*args, **kwargs))
         finally:
-            lock, num_waiting = self._turns.pop(key)
+            lock, num_waiting = self._locks.pop(key)
             if num_waiting > 1:
-                self._turns[key] = lock, num_waiting - 1
+                self._locks[key] = lock, num_waiting - 1
 
     async def _in_thread(self, call: Callable[[], _T]) -> _T:
         future = asyncio.get_running_loop().run_in_executor(self._threads, call)

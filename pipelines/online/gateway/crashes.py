@@ -1,6 +1,6 @@
 """Engine crashes: which requests may be retried, and which keys are limited.
 
-When an engine crashes, one of its requests may be the cause. The requests that entered the engine last are the
+When an engine crashes, one of its requests might be the cause. The requests that entered the engine last are the
 suspects, and get an error. Other requests are retried one by one, if they had no output yet and were not in an earlier
 crash.
 """
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pipelines.online.errors import ApiError, overloaded
 
 CRASH_SETTLE_S = 0.5  # the requests of a crashed engine fail within this time; afterwards its replica is gone
-_SAME_STEP_S = 0.05  # requests this close together may have entered the engine in the same step
+_SAME_STEP_S = 0.05  # requests this close together might have entered the engine in the same step
 _PROBATION_S = 2.0  # a retried request that ran this long, or has output, is no longer a suspect
 _MAX_CRASHES, _WINDOW_S = 2, 300.0  # per key
 _log = logging.getLogger("ray.serve")
@@ -42,7 +42,7 @@ class _Crash:
     suspects: list[Attempt] | None = None  # None until all attempts have reported
 
     def find_suspects(self) -> list[Attempt]:
-        """Return the attempts that may have caused the crash, the most likely one first."""
+        """Return the attempts that might have caused the crash, the most likely one first."""
         if repeated := [attempt for attempt in self.attempts if attempt.num_crashes > 1]:
             return repeated
         newest = max(self.attempts, key=lambda attempt: attempt.started_at)
@@ -62,8 +62,8 @@ class EngineCrashes:
         self._on_crash = on_crash
         self._monotonic = monotonic
         self._latest: dict[str, _Crash] = {}  # by model
-        self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by model
-        self._attributed: dict[str, list[float]] = {}  # account -> times of its crashes, oldest first
+        self._retry_locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by model
+        self._crash_times: dict[str, list[float]] = {}  # account -> times of its crashes, oldest first
 
     def start(self, *, request_id: str, key: str, account: str, model: str) -> Attempt:
         """Record that a request is sent to an engine."""
@@ -73,7 +73,7 @@ class EngineCrashes:
     async def retry(self, attempt: Attempt) -> AsyncIterator[None]:
         """Wait for the attempt's turn to be retried after its engine crashed. Raises 503 like `report`."""
         await self.report(attempt)
-        lock, loop = self._turns[attempt.model], asyncio.get_running_loop()
+        lock, loop = self._retry_locks[attempt.model], asyncio.get_running_loop()
         await lock.acquire()
         is_released = False
 
@@ -92,7 +92,7 @@ class EngineCrashes:
             release()
 
     async def report(self, attempt: Attempt) -> None:
-        """Report that the attempt's engine crashed. Raises 503 if the attempt may have caused the crash."""
+        """Report that the attempt's engine crashed. Raises 503 if the attempt might have caused the crash."""
         attempt.num_crashes += 1
         now = self._monotonic()
         crash = self._latest.get(attempt.model)
@@ -118,7 +118,7 @@ class EngineCrashes:
     def notes(self) -> list[str]:
         """Return a sentence for the operator about each key with a recent crash."""
         notes = []
-        for account in list(self._attributed):
+        for account in list(self._crash_times):
             num_crashes, wait_s = len(self._recent(account)), self._limited_for_s(account)
             if num_crashes:
                 times = "once" if num_crashes == 1 else f"{num_crashes} times"
@@ -127,14 +127,14 @@ class EngineCrashes:
         return notes
 
     def _attribute(self, suspect: Attempt) -> None:
-        self._attributed[suspect.account] = [*self._recent(suspect.account), self._monotonic()]
+        self._crash_times[suspect.account] = [*self._recent(suspect.account), self._monotonic()]
         text = "an engine of %s crashed; the most likely cause is request %s of key %s"
         _log.error(text, suspect.model, suspect.request_id, suspect.key)
         self._on_crash(suspect)
 
     def _recent(self, account: str) -> list[float]:
         since = self._monotonic() - _WINDOW_S
-        return [at for at in self._attributed.get(account, ()) if at > since]
+        return [at for at in self._crash_times.get(account, ()) if at > since]
 
     def _limited_for_s(self, account: str) -> float:
         times = self._recent(account)

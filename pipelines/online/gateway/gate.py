@@ -52,9 +52,8 @@ from pipelines.online.wire import INVOCATIONS_URL, REQUEST_ID_HEADER, Context, h
 _TAGS_HEADER = "x-peagle-tags"
 _ATTRIBUTES_HEADER = "x-amzn-sagemaker-custom-attributes"
 _ATTRIBUTE = re.compile(r"([a-z]+)=([^\s,]+)")
-_INVOCATIONS = post(
-    INVOCATIONS_URL, Rule.GENERATION
-)  # only in the gate's table; the chat or completions route serves it
+# Only in the gate's table: the chat and completions routes serve its requests.
+_INVOCATIONS = post(INVOCATIONS_URL, Rule.GENERATION)
 _log = logging.getLogger("ray.serve")
 
 
@@ -120,7 +119,7 @@ class Gate:
         self._models = {model.name: model for model in settings.models}
         self._limits = KeyLimits(totals_of(settings.ledger))
         self._parse_pool, self._refusal_delay = ParsePool(), RefusalDelay(settings.refusals_per_s)
-        self._refusals = RefusalLog()
+        self._refusal_log = RefusalLog()
         self._prompts = PromptLog(settings.prompts) if settings.prompts else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -142,8 +141,8 @@ class Gate:
             if refusal.status >= 500 and refusal.is_retryable:
                 _log.error("request %s failed", request_id, exc_info=error)
             else:
-                self._refusals.log(scope, refusal)
-        # The error may be delayed; its traceback would keep the request's body in memory.
+                self._refusal_log.log(scope, refusal)
+        # The error might be delayed; its traceback would keep the request's body in memory.
         refusal.__traceback__ = refusal.__context__ = refusal.__cause__ = None
         await answer.fail(refusal)
 

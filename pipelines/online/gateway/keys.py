@@ -48,7 +48,7 @@ class WatchedFile(Generic[T]):
         self._read = read
         self._records: tuple[T, ...] = ()
         self._version: tuple[int, int] | None = None
-        self._refused: tuple[int, int] | None = None  # the last invalid version that was logged
+        self._logged_version: tuple[int, int] | None = None  # the latest invalid version, which was logged
         self._next_check = 0.0
 
     def records(self) -> tuple[T, ...]:
@@ -67,8 +67,8 @@ class WatchedFile(Generic[T]):
         except ConfigError as error:
             if self._version is None:
                 raise
-            if version != self._refused:  # retried each time, but logged once
-                self._refused = version
+            if version != self._logged_version:  # retried each time, but logged once
+                self._logged_version = version
                 _log.error("%s; the previous records stay valid", error.message)
 
 
@@ -162,7 +162,7 @@ def find(key: str, records: Sequence[KeyRecord]) -> KeyRecord | None:
 
 
 def read_keys(path: Path) -> tuple[KeyRecord, ...]:
-    """Return the keys of a file; none if it does not exist. Raises ConfigError if it is invalid."""
+    """Return the keys of a file; none if the file does not exist. Raises ConfigError if it is invalid."""
     values = read_list(path, "keys", hint="`peagle serve keys add` writes such files")
     return tuple(_record(value, where=f"keys {path}") for value in values)
 

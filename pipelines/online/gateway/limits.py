@@ -3,7 +3,7 @@
     admit -> Permit -> settle with the answer's usage, or later with the ledger's (`catch_up`)
 
 Every request counts when it arrives. Tokens and cost are reserved at their maximum until the actual number is known, so
-that a burst cannot exceed a limit. The maximum of prompt tokens is the size of the body, which may be far too high, so
+that a burst cannot exceed a limit. The maximum of prompt tokens is the size of the body, which can be far too high, so
 the only running request of a key may use whatever is left of the minute, and of its budgets. A request for a model
 without a price (`totals.py`) can only run alone. So a budget is exceeded by at most one request, plus price errors.
 
@@ -237,8 +237,8 @@ class KeyLimits:
         for index, payer in enumerate(payers):
             refusal = self._budgets.reserve_request(request_id, payer.account, self._spending_limit(payer), usd)
             if refusal:
-                for earlier in payers[:index]:
-                    self._budgets.release_request(request_id, earlier.account)
+                for reserved_payer in payers[:index]:
+                    self._budgets.release_request(request_id, reserved_payer.account)
                 _raise_refusal(payer, refusal)
 
     async def _wait_for_spend(self, payers: Sequence[Payer]) -> None:

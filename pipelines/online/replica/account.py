@@ -43,7 +43,7 @@ class EngineAccount:
     ) -> None:
         make_folder(folder)
         self.session_id = new_session_id()
-        self._disk = GroupSync(requests_file(folder, self.session_id))
+        self._disk_sync = GroupSync(requests_file(folder, self.session_id))
         self.engine_index = 0
         self.self_check = ""
         self.start_warnings: list[str] = []
@@ -53,7 +53,7 @@ class EngineAccount:
         self._monotonic = monotonic
         self._meter = EngineMeter(monotonic=monotonic)
         self._started_at = time.time()
-        self._numbers = count()
+        self._request_numbers = count()
         self._heartbeat_s = heartbeat_s
         self._next_history_at = 0.0
         self._ended = threading.Event()
@@ -75,7 +75,7 @@ class EngineAccount:
                 seconds. If an earlier engine already billed the request (`first_asked_at`), this engine does not.
             is_row: whether the request is a row of a batch; the run reports its rows to the listener itself.
         """
-        number = next(self._numbers)
+        number = next(self._request_numbers)
         self._meter.start(number, context.num_choices)
         return RequestAccount(self, number, context, AnswerTally(choices_per_prompt=choices_per_prompt), is_row=is_row)
 
@@ -103,7 +103,7 @@ class EngineAccount:
 
     def _heartbeat_until_end(self) -> None:
         while not self._ended.wait(self._heartbeat_s):
-            with contextlib.suppress(OSError):  # the next heartbeat includes it
+            with contextlib.suppress(OSError):  # the next heartbeat includes these totals
                 self.heartbeat()
 
     def _write(self, record: RequestUsage, *, first_asked_at: float | None, is_row: bool) -> bool:
@@ -119,12 +119,12 @@ class EngineAccount:
 
     async def _wait_until_on_disk(self) -> None:
         try:
-            await asyncio.wait_for(asyncio.wrap_future(self._disk.sync()), _DISK_S)
+            await asyncio.wait_for(asyncio.wrap_future(self._disk_sync.sync()), _DISK_S)
         except OSError as error:  # includes timeouts
             reason = str(error) or f"the disk did not respond within {_DISK_S:g} s"
             _log.error("ledger %s: a power cut now would lose records of requests: %s", self._folder, reason)
 
-    def _close(self, request: "RequestAccount", outcome: Outcome) -> RequestUsage:
+    def _close_request(self, request: "RequestAccount", outcome: Outcome) -> RequestUsage:
         tally, engine, context = request.tally, self._engine, request.context
         if outcome != "ok" and not (tally.num_prompt_tokens or tally.num_output_tokens):
             # The answer did not include its usage.
@@ -175,7 +175,7 @@ class RequestAccount:
         self.tally = tally
         self.sequences = Sequences()
         self._account = account
-        self._started = account._monotonic()
+        self._started_monotonic = account._monotonic()
         self._is_row = is_row
         self._record: RequestUsage | None = None
         self._is_written = False
@@ -183,12 +183,12 @@ class RequestAccount:
     def first_token(self) -> None:
         """Record the time of the first token. Later calls have no effect."""
         if self.ttft_s is None:
-            self.ttft_s = self._account._monotonic() - self._started
+            self.ttft_s = self._account._monotonic() - self._started_monotonic
 
     def finish(self, outcome: Outcome) -> RequestUsage:
         """Stop metering the request. Only the first outcome is kept."""
         if self._record is None:
-            self._record = self._account._close(self, outcome)
+            self._record = self._account._close_request(self, outcome)
         return self._record
 
     def write(self, outcome: Outcome) -> None:

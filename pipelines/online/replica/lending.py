@@ -29,7 +29,7 @@ class _LentRow:
 
 
 class IdleSlots:
-    """Tracks which of an engine's slots rows may use, so that they stay below autoscaling's target.
+    """Tracks how many of an engine's slots rows use, so that rows stay below autoscaling's target.
 
     Example: with 8 slots and a target of 5.6, rows get 5 slots while there are no interactive requests. When four
     interactive requests arrive, two rows are returned, so that one slot stays free for the next interactive request.
@@ -59,7 +59,7 @@ class IdleSlots:
 
     @contextlib.contextmanager
     def lending(self, work: "asyncio.Task[Generation]", num_slots: int) -> Iterator[None]:
-        """Count a row's slots until the block ends. `work` is cancelled then, or if interactive requests need them."""
+        """Count a row's slots until the block ends. Then, or if interactive requests need the slots, cancel `work`."""
         row = _LentRow(work, num_slots)
         self._rows.append(row)
         try:
@@ -70,14 +70,14 @@ class IdleSlots:
 
     @property
     def _num_lent(self) -> int:
-        return sum(row.num_slots for row in self._active)
+        return sum(row.num_slots for row in self._active_rows)
 
     @property
-    def _active(self) -> list[_LentRow]:
+    def _active_rows(self) -> list[_LentRow]:
         return [row for row in self._rows if not row.is_recalled]
 
     def _recall(self) -> None:
-        for row in reversed(self._active):
+        for row in reversed(self._active_rows):
             if self._num_interactive + self._num_lent < self._slots:
                 return
             row.is_recalled = True

@@ -4,9 +4,9 @@ Ray 2.60 only cancels a call if the whole request is cancelled. These calls are 
 listening. Non-streaming answers are raised as an exception to bypass Ray's handler, which would parse and serialize
 them again.
 
-While Ray hands a request to an idle replica, the request counts as queued, and others may be refused
-(`wrap_request_assignment` in Ray's router). So a burst may be refused although the queue is not full, and refused calls
-are retried for a moment.
+While Ray hands a request to an idle replica, the request counts as queued, and others might be refused
+(`wrap_request_assignment` in Ray's router). So a burst might be refused although the queue is not full.
+Refused calls are retried for a moment.
 """
 
 import asyncio

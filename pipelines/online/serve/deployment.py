@@ -59,10 +59,10 @@ def requests_in_flight(slots: int) -> int:
 
 
 def decode_slots(spec: EngineSpec, hardware: Hardware) -> int:
-    """Return the requests that an engine can decode in one step.
+    """Return the number of requests that an engine can decode in one step.
 
     At most `max_num_seqs`, and fewer if max_num_batched_tokens is too small. A decoding request takes 2K tokens with
-    P-EAGLE, 1 + K with EAGLE-3 and one without a drafter (`peagle.engine.arguments`). If peagle chooses
+    P-EAGLE, 1 + K with EAGLE-3 and one without a drafter (`peagle.engine.steps`). If peagle chooses
     max_num_batched_tokens itself, all `max_num_seqs` fit.
 
     Example: max_num_seqs 256, K = 7 with P-EAGLE and max_num_batched_tokens 2048: 2048 // 14 = 146 of the 256.

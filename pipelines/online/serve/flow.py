@@ -1,4 +1,4 @@
-"""Back-pressure between client and ingress for files, which Ray Serve 2.60 lacks: it would buffer whole files.
+"""Back-pressure between client and ingress for files. Ray Serve 2.60 itself would buffer whole files.
 
 Serve also forwards messages that go against the direction of the data, unchanged. So receivers acknowledge what they
 have received, and senders wait for that. Clients cannot forge acknowledgements, since HTTP servers never produce such

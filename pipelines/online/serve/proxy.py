@@ -240,7 +240,7 @@ def require_certificate(certificate: Path, key: Path) -> None:
             hint="use PEM: the endpoint's certificate (-----BEGIN CERTIFICATE-----), then intermediate certificates",
         ) from None
     try:
-        context.load_cert_chain(certificate, key, password=functools.partial(_refuse, key))
+        context.load_cert_chain(certificate, key, password=functools.partial(_refuse_encrypted_key, key))
     except ssl.SSLError as error:
         if error.reason == "KEY_VALUES_MISMATCH":
             raise ConfigError(f"tls_key {key}: does not match the certificate {certificate}") from None
@@ -250,5 +250,5 @@ def require_certificate(certificate: Path, key: Path) -> None:
         ) from None
 
 
-def _refuse(key: Path) -> NoReturn:
+def _refuse_encrypted_key(key: Path) -> NoReturn:
     raise ConfigError(f"tls_key {key}: the key is encrypted", hint=f"openssl pkey -in {key} -out plain.pem")

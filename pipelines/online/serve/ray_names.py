@@ -132,7 +132,7 @@ def to_error_response(error: Exception) -> Any | None:
     answer = create_error_response(error)
     if answer.error.code >= 500 and answer.error.code != NOT_IMPLEMENTED:
         return None
-    # A ValueError may be a bug in vLLM, so its traceback is logged.
+    # A ValueError might be a bug in vLLM, so its traceback is logged.
     is_expected = isinstance(error, VLLMError)
     _log.warning("vLLM refused a request: %.500s", error, exc_info=None if is_expected else error)
     return ErrorResponse.model_validate(_for_client(answer, error).model_dump())

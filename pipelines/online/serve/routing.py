@@ -1,4 +1,4 @@
-"""Route requests to the engine that has cached the beginning of their prompt, unless it is too busy.
+"""Route requests to the engine that has cached the beginning of their prompt, unless that engine is too busy.
 
 Ray's `PrefixCacheAffinityRouter` (2.60) loses requests without text (token ids, an empty message) by a division by
 zero, and calls an actor several times per request. This router keeps its state in the routing process.
@@ -28,14 +28,14 @@ class PrefixRouter(LocalityMixin, RequestRouter):  # type: ignore[misc]  # Ray's
         """
         self._max_ahead = max_ahead
         self._max_blocks = max_blocks
-        self._seen: dict[ReplicaID, OrderedDict[int, None]] = {}
+        self._cached_blocks: dict[ReplicaID, OrderedDict[int, None]] = {}
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
         """Return engines to try, in groups.
 
-        Serve takes the least busy of a group if it has room, else tries the next group.
+        Serve takes the least busy engine of a group if that has room, else tries the next group.
         """
         allowed = self.apply_locality_routing(pending_request)
         candidates = [replica for replica in candidate_replicas if replica.replica_id in allowed]
@@ -46,8 +46,8 @@ class PrefixRouter(LocalityMixin, RequestRouter):  # type: ignore[misc]  # Ray's
         return [cached, any_two] if cached else [any_two]
 
     def _with_prefix(self, candidates: list[RunningReplica], blocks: list[int]) -> list[RunningReplica]:
-        """Return the engines with the longest cached prefix of these blocks, unless it is short or they are busy."""
-        matched = [self._num_seen(replica.replica_id, blocks) for replica in candidates]
+        """Return the engines with the longest cached prefix of these blocks, except busy ones; none if it is short."""
+        matched = [self._num_cached(replica.replica_id, blocks) for replica in candidates]
         longest = max(matched)
         if not blocks or longest < _MIN_SHARE * len(blocks):
             return []
@@ -60,15 +60,15 @@ class PrefixRouter(LocalityMixin, RequestRouter):  # type: ignore[misc]  # Ray's
             if num_matched == longest and length <= ceiling
         ]
 
-    def _num_seen(self, replica_id: ReplicaID, blocks: list[int]) -> int:
-        seen: Mapping[int, None] = self._seen.get(replica_id, {})
+    def _num_cached(self, replica_id: ReplicaID, blocks: list[int]) -> int:
+        seen: Mapping[int, None] = self._cached_blocks.get(replica_id, {})
         return next((number for number, block in enumerate(blocks) if block not in seen), len(blocks))
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         """Remember that this engine has cached the prompt."""
         if replica_id not in self.curr_replicas:
             return
-        seen = self._seen.setdefault(replica_id, OrderedDict())
+        seen = self._cached_blocks.setdefault(replica_id, OrderedDict())
         # In reverse, so that a prompt's last blocks are evicted first: they are useless without the earlier ones.
         for block in reversed(_blocks_of(pending_request)):
             seen[block] = None
@@ -78,11 +78,13 @@ class PrefixRouter(LocalityMixin, RequestRouter):  # type: ignore[misc]  # Ray's
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
-        self._seen = {replica: seen for replica, seen in self._seen.items() if replica in self.curr_replicas}
+        self._cached_blocks = {
+            replica: seen for replica, seen in self._cached_blocks.items() if replica in self.curr_replicas
+        }
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)
-        self._seen.pop(replica_id, None)
+        self._cached_blocks.pop(replica_id, None)
 
 
 def _blocks_of(request: PendingRequest | None) -> list[int]:

@@ -1,4 +1,4 @@
-"""Close connections of clients that send headers too slowly or do not read their answers, which uvicorn 0.54 keeps.
+"""Close connections of clients that send headers too slowly or do not read their answers. uvicorn 0.54 keeps them.
 
 uvicorn's only timer runs between requests, and with httptools it does not limit the size of headers. Ray's proxies let
 uvicorn choose its protocol class, so the class is replaced where uvicorn looks it up.
@@ -24,13 +24,13 @@ from pipelines.online.wire import error_response
 READER_LIMIT_S = 60.0
 MIN_READ_BYTES = 64 * 1024
 UNREAD_LIMIT_BYTES = 32 << 20  # for all answers to one API key, and for all answers to one address
-SLOW_S = 5.0  # a client that has not emptied its buffer for this long is slow
+SLOW_S = 5.0  # a client whose buffer filled up this long ago is slow
 _CHECK_S = 1.0
 _TRIM_BYTES = 16 << 20  # if unread answers took more than this, freed memory is returned to the system afterwards
 
 
 class SlowReaders(asyncio.Protocol):
-    """Limits the answers that wait for slow clients. A base class for uvicorn's protocols.
+    """Limits the answers that wait for slow clients. A mixin for uvicorn's protocols.
 
     Attributes:
         queued_bytes: bytes of the answer that wait for space in the connection's buffer.
@@ -85,7 +85,7 @@ class SlowReaders(asyncio.Protocol):
     def _check(self, previous_bytes: int) -> None:
         """Close the connection if the client read too little of the `previous_bytes` bytes in the buffer.
 
-        Nothing was added to the buffer in the meantime, since uvicorn waits while it is full.
+        Nothing was added to the buffer in the meantime, since uvicorn waits while the buffer is full.
         """
         if previous_bytes - self.transport.get_write_buffer_size() < MIN_READ_BYTES:
             self.abort()
@@ -148,8 +148,8 @@ _UNREAD = _Unread()
 class PatientSend:
     """A `send` that never makes the application wait for a slow client.
 
-    Otherwise Serve's proxy would buffer the rest of a stream, and nothing would limit it. Here the rest counts as
-    unread for the client's address and for the `key`, which identifies an API key unless it is empty.
+    Otherwise Serve's proxy would buffer the rest of a stream without a limit. Here the rest counts as unread for
+    the client's address and for the `key`, which identifies an API key unless it is empty.
     """
 
     def __init__(self, send: Send, connection: SlowReaders, key: str) -> None:
@@ -265,7 +265,7 @@ class LongHeaders(SlowHeaders):
     _num_bytes = 0
 
     def data_received(self, data: bytes) -> None:
-        """Process received bytes. They do not count if headers end in them or they contain a part of a body."""
+        """Process received bytes. Bytes do not count if headers end among them or a part of a body is among them."""
         self._num_bytes += len(data)
         super().data_received(data)
         if self._num_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():

@@ -54,9 +54,9 @@ function setModels(cards) {
   setCaveats({ isFake: [...cards.values()].some((card) => card.peagle?.stand_in) });
   for (const id of ["playground-model", "compare-left", "compare-right"]) {
     const select = byId(id);
-    const before = select.value;
+    const previous = select.value;
     select.replaceChildren(...[...cards.values()].map((card) => element("option", { value: card.id }, label(card))));
-    if (cards.has(before)) select.value = before;
+    if (cards.has(previous)) select.value = previous;
     select.disabled = false;
   }
   compare.setModels(cards);

@@ -15,8 +15,8 @@ export function showBudgets({ budgets, shared_budgets: shared = {} }) {
 }
 
 function budgetRow(name, { spent_usd: spent, left_usd: left, used, reset }) {
-  const whole = left ? spent + left : spent / used; // left_usd is 0 if the budget is overspent
-  const cells = [dollars(whole), dollars(spent), dollars(left), percent(used), reset ?? "never"];
+  const total = left ? spent + left : spent / used; // left_usd is 0 if the budget is overspent
+  const cells = [dollars(total), dollars(spent), dollars(left), percent(used), reset ?? "never"];
   return element(
     "tr",
     {},

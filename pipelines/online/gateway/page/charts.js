@@ -49,9 +49,9 @@ export function columns(rates) {
 }
 
 /** Stacked bars of equal width over time: [[[share, value], ...], ...]. */
-export function stacks(columns, label) {
-  const maximum = Math.max(...columns.map((parts) => parts.reduce((sum, [, value]) => sum + value, 0)), Number.MIN_VALUE);
-  const rects = columns.flatMap((parts, index) => {
+export function stacks(groups, label) {
+  const maximum = Math.max(...groups.map((parts) => parts.reduce((sum, [, value]) => sum + value, 0)), Number.MIN_VALUE);
+  const rects = groups.flatMap((parts, index) => {
     let y = HEIGHT;
     return parts.map(([name, value]) => {
       const height = value ? Math.max(MIN_HEIGHT / 2, (HEIGHT * value) / maximum) : 0;
@@ -59,7 +59,7 @@ export function stacks(columns, label) {
       return svg("rect", { x: index + 0.14, y, width: 0.72, height, class: `share-${name}` });
     });
   });
-  return chart(columns.length, label, rects);
+  return chart(groups.length, label, rects);
 }
 
 /** A horizontal bar, filled to `share`. */

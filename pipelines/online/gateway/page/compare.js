@@ -31,7 +31,7 @@ export class Compare {
     byId("compare-form").addEventListener("keydown", (event) => {
       if (event.key === "Escape") this.#stop?.abort();
     });
-    for (const select of this.selects) select.addEventListener("change", () => this.#name());
+    for (const select of this.selects) select.addEventListener("change", () => this.#showNames());
   }
 
   /** Set the available models, and select one with a drafter (left) and the same target without a drafter (right). */
@@ -40,18 +40,18 @@ export class Compare {
     byId("compare-empty").hidden = cards.size >= 2;
     byId("compare-form").hidden = cards.size < 2;
     if (cards.size < 2) return;
-    [this.selects[0].value, this.selects[1].value] = pair([...cards.values()]);
-    this.#name();
+    [this.selects[0].value, this.selects[1].value] = initialPair([...cards.values()]);
+    this.#showNames();
   }
 
-  #name() {
+  #showNames() {
     this.sides.forEach((side, index) => side.clear(this.#cards.get(this.selects[index].value)));
   }
 
   async #run() {
     this.#stop = new AbortController();
     this.notice.clear();
-    this.#name();
+    this.#showNames();
     verdict("…");
     setText(byId("compare-send"), "Stop");
     try {
@@ -130,7 +130,7 @@ class Side {
 }
 
 /** Return the names of the two models to select first. */
-function pair(cards) {
+function initialPair(cards) {
   const isPlain = (card) => drafterOf(card) === "none";
   for (const left of cards.filter((card) => !isPlain(card))) {
     const right = cards.find((card) => isPlain(card) && card.peagle?.target === left.peagle?.target);

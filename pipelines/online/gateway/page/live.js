@@ -6,7 +6,7 @@ import { bars, columns, shares } from "./charts.js";
 import { byId, element, setText } from "./dom.js";
 import { amount, clock, count, withNoun, decimals, dollars, percent, seconds, span } from "./format.js";
 
-const EVERY_S = 2;
+const POLL_S = 2;
 const LONGEST_WAIT_S = 30;
 const NUM_POLLS_SHOWN = 30;
 const MAX_PIPS = 24;
@@ -17,7 +17,7 @@ const SHARES = { busy: "busy", idle: "idle", load: "loading", compile: "compilin
 
 export class Live {
   #timer = 0;
-  #wait_s = EVERY_S;
+  #wait_s = POLL_S;
   #requestCounts = [];
   #window_s = 60;
   #round = 0;
@@ -42,7 +42,7 @@ export class Live {
 
   start() {
     this.stop();
-    this.#wait_s = EVERY_S;
+    this.#wait_s = POLL_S;
     this.#poll(this.#round);
   }
 
@@ -55,7 +55,7 @@ export class Live {
   needsKey() {
     this.stop();
     byId("tiles").classList.add("stale");
-    state("waiting for an API key", true);
+    showState("waiting for an API key", true);
   }
 
   async #poll(round) {
@@ -63,20 +63,20 @@ export class Live {
       const report = await getJson(`v1/live?window_s=${this.#window_s}`);
       if (round !== this.#round) return;
       this.#show(report);
-      this.#wait_s = EVERY_S;
+      this.#wait_s = POLL_S;
     } catch (error) {
       if (round !== this.#round) return;
       byId("tiles").classList.add("stale");
       if (this.onError(error)) return;
       this.#wait_s = Math.min(LONGEST_WAIT_S, Math.max(this.#wait_s * 2, error.retryAfter_s ?? 0));
-      state(`${error.status ? error.message : "no connection"}; retrying in ${this.#wait_s} s`, true);
+      showState(`${error.status ? error.message : "no connection"}; retrying in ${this.#wait_s} s`, true);
     }
     this.#timer = setTimeout(() => this.#poll(round), this.#wait_s * 1000);
   }
 
   #show(report) {
     byId("tiles").classList.remove("stale");
-    state(`as of ${clock(report.ends_at_s)}${report.load ? "" : ", only this key's requests"}`);
+    showState(`as of ${clock(report.ends_at_s)}${report.load ? "" : ", only this key's requests"}`);
     for (const node of document.querySelectorAll(".ago")) setText(node, `${span(report.window_s)} ago`);
     showSpeed(report);
     showMoney(report);
@@ -90,14 +90,14 @@ export class Live {
   #showRequests(load) {
     const inProgress = sum(load, "num_requests_under_way");
     setText(byId("requests"), count(inProgress));
-    setText(byId("requests-sub"), waitingOf(load));
+    setText(byId("requests-sub"), waitingText(load));
     this.#requestCounts = [...this.#requestCounts, inProgress].slice(-NUM_POLLS_SHOWN);
     const values = [...new Array(NUM_POLLS_SHOWN - this.#requestCounts.length).fill(null), ...this.#requestCounts];
     byId("requests-chart").replaceChildren(bars(values, `requests in progress, now ${count(inProgress)}`));
   }
 }
 
-function state(text, isBad = false) {
+function showState(text, isBad = false) {
   byId("live-state").classList.toggle("bad", isBad);
   setText(byId("live-state"), text);
 }
@@ -163,7 +163,7 @@ function showEngines(load) {
   const maximum = sum(load, "max_replicas");
   setText(byId("engines"), load ? `${count(running)} of ${count(maximum)}` : "–");
   const changing = [starting && `${starting} starting`, stopping && `${stopping} stopping`].filter(Boolean).join(", ");
-  setText(byId("engines-sub"), load ? changing || room(running, maximum) : FOR_OPERATORS);
+  setText(byId("engines-sub"), load ? changing || scalingText(running, maximum) : FOR_OPERATORS);
   const kinds = STATES.flatMap((name, index) => new Array(numbers[index]).fill(name));
   const length = Math.max(maximum ?? 0, kinds.length);
   const pips = Array.from({ length: length <= MAX_PIPS ? length : 0 }, (_, index) => kinds[index] ?? "off");
@@ -199,13 +199,13 @@ export function drafterOf(card) {
   return k ? `${drafter}, K=${k}` : "none";
 }
 
-function waitingOf(load) {
+function waitingText(load) {
   if (!load) return FOR_OPERATORS;
   const waiting = sum(load, "num_requests_waiting");
   return waiting ? `${count(waiting)} of them waiting for an engine` : "none waiting for an engine";
 }
 
-function room(running, maximum) {
+function scalingText(running, maximum) {
   if (!running) return "scaled to zero; a request starts an engine";
   return running < maximum ? `up to ${count(maximum - running)} more under load` : "at the maximum";
 }

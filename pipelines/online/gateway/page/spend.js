@@ -52,13 +52,13 @@ export class Spend {
     } catch (error) {
       if (round !== this.#round || this.onError(error)) return;
       this.#requested_at_s = Number.NEGATIVE_INFINITY;
-      state(error.message, true);
+      showState(error.message, true);
     }
   }
 }
 
 function show({ rows, total }, by, dates) {
-  state(`as of ${clock(Date.now() / 1000)}, UTC days`);
+  showState(`as of ${clock(Date.now() / 1000)}, UTC days`);
   for (const kind of [...Object.keys(KINDS), "total"]) setText(byId(`spend-${kind}`), dollars(total.usd[kind]));
   setText(byId("spend-saved"), savedBy(total.saved.speculation));
   const byDay = sumsBy(rows, "day");
@@ -94,11 +94,11 @@ function groupRows(rows, by) {
 function sumsBy(rows, dimension) {
   const groups = new Map();
   for (const row of rows) {
-    const own = { isPriced: row.usd.total !== null };
-    for (const kind of [...Object.keys(KINDS), "total"]) own[kind] = row.usd[kind] ?? 0;
-    for (const name of COUNTS) own[name] = row[name];
-    const before = groups.get(row[dimension]);
-    groups.set(row[dimension], before ? addSums(before, own) : own);
+    const sums = { isPriced: row.usd.total !== null };
+    for (const kind of [...Object.keys(KINDS), "total"]) sums[kind] = row.usd[kind] ?? 0;
+    for (const name of COUNTS) sums[name] = row[name];
+    const previous = groups.get(row[dimension]);
+    groups.set(row[dimension], previous ? addSums(previous, sums) : sums);
   }
   return groups;
 }
@@ -127,7 +127,7 @@ function daysBetween(first, last) {
   return Array.from({ length: number }, (_, index) => `${first.slice(0, 8)}${String(index + 1).padStart(2, "0")}`);
 }
 
-function state(text, isBad = false) {
+function showState(text, isBad = false) {
   byId("spend-state").classList.toggle("bad", isBad);
   setText(byId("spend-state"), text);
 }

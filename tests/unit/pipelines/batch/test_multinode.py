@@ -35,7 +35,7 @@ class Cluster:
         self.joined, self.killed, self.all_followers = [], threading.Semaphore(0), []
         self._error, self._has_ended = None, threading.Event()
         actors = [SimpleNamespace(remote=self._start) for _ in range(2)]
-        monkeypatch.setattr(multinode, "_actors", lambda resources_per_node, count: actors[:count])
+        monkeypatch.setattr(multinode, "_follower_classes", lambda resources_per_node, count: actors[:count])
         monkeypatch.setattr(multinode, "_own_address", lambda: "10.0.0.1")
         monkeypatch.setattr(multinode, "_POLL_S", 0.01)
         monkeypatch.setattr("ray.wait", self._wait)

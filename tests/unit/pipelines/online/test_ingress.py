@@ -72,7 +72,7 @@ def test_gateway_token_cap_is_applied_to_chat(monkeypatch, tokens):
 def test_invalid_window_is_refused(tmp_path, window_s):
     async def responses():
         peagle_ingress = ingress.PeagleIngress.__new__(ingress.PeagleIngress)
-        peagle_ingress._shared = SharedBudgets(tmp_path)
+        peagle_ingress._shared_budgets = SharedBudgets(tmp_path)
         peagle_ingress._cost = CostView(tmp_path, Price.fixed(usd_per_hour=1, device="vcpu", num_devices=2))
         peagle_ingress._ring = None
         app = FastAPI()
@@ -194,7 +194,7 @@ def test_operator_sees_all_budgets(tmp_path):
     )  # fmt: skip
     peagle_ingress = ingress.PeagleIngress.__new__(ingress.PeagleIngress)
     peagle_ingress._cost = CostView(tmp_path, Price.fixed(usd_per_hour=1, device="vcpu", num_devices=2))
-    peagle_ingress._ring, peagle_ingress._shared = KeyRing(None, (alice, bob, boss)), SharedBudgets(tmp_path)
+    peagle_ingress._ring, peagle_ingress._shared_budgets = KeyRing(None, (alice, bob, boss)), SharedBudgets(tmp_path)
     with edit_budgets(tmp_path / "budgets.json") as budgets:
         budgets["team=search"] = SharedBudget(name="team=search", budget_usd=3)
 

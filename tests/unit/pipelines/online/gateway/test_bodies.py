@@ -117,7 +117,7 @@ async def test_pool_runs_one_body_per_key():
     work.may_finish.set()
     assert await asyncio.gather(*tasks) == list("aaabc")
     assert work.peak == NUM_THREADS
-    assert parse_pool._turns == {}
+    assert parse_pool._locks == {}
 
 
 async def test_cancelled_request_blocks_its_key_until_its_thread_ends():
@@ -142,7 +142,7 @@ async def test_short_bodies_run_immediately_and_errors_propagate():
     for size in (100, LARGE):
         with pytest.raises(ValueError, match="invalid literal"):
             await parse_pool.run("a", size, int, "x")
-    assert parse_pool._turns == {}
+    assert parse_pool._locks == {}
 
 
 async def test_parsed_values_are_validated_in_a_thread_and_released():
