@@ -24,8 +24,8 @@ from peagle.errors import CapacityError, DivergedError, PeagleError
 from peagle.hardware import detect
 from pipelines.training import distributed
 from pipelines.training.distributed import (
+    _failure_reason,
     _ProgressFollower,
-    _reason,
     _run_in_thread,
     _worker_config,
     train_on_workers,
@@ -93,12 +93,15 @@ class WorkerGroupError(Exception):
 
 def test_last_line_of_the_first_worker_is_reported():
     traceback = "Traceback:\n  File ...\npeagle.errors.PeagleError: the loss is not finite\n  lower the learning rate\n"
-    assert _reason(WorkerGroupError({0: Exception(traceback)})) == "peagle.errors.PeagleError: the loss is not finite"
+    assert (
+        _failure_reason(WorkerGroupError({0: Exception(traceback)}))
+        == "peagle.errors.PeagleError: the loss is not finite"
+    )
 
 
 def test_ray_errors_are_reported_by_their_last_line():
-    assert _reason(RuntimeError("no room\nfor two workers")) == "for two workers"
-    assert _reason(RuntimeError()) == "RuntimeError()"
+    assert _failure_reason(RuntimeError("no room\nfor two workers")) == "for two workers"
+    assert _failure_reason(RuntimeError()) == "RuntimeError()"
 
 
 @pytest.mark.parametrize("receiver", ["main thread", "trainer"])
