@@ -116,7 +116,7 @@ def cost(sources: Sequence[str], *, month: str | None = None, by: str = "run") -
 
 
 def _load(model: type[flags.Model], config: str | Path | None, options: dict[str, Any]) -> flags.Model:
-    """Return a configuration from options, environment and YAML. An option that is None is ignored.
+    """Return a configuration from options, environment and YAML. None values are ignored.
 
     Raises:
         ConfigError: a key is unknown, or a value is invalid.

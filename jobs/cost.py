@@ -130,7 +130,7 @@ def _require_positive(flag: str, value: float) -> float:
 def days_of(month: str | None, first: str | None, last: str | None) -> "Days":
     """Return a period from a month (2026-11), or from its first and last day (2026-11-30).
 
-    A day that is None leaves that end of the period open.
+    None leaves that end of the period open.
 
     Raises:
         ConfigError: a date is invalid, or a month is combined with days.

@@ -1,4 +1,4 @@
-"""Parsers of commands, whose help is short unless a group of options is named: `--help=GROUP`, `--help=all`."""
+"""Parsers of commands with help that is short unless a group of options is named: `--help=GROUP`, `--help=all`."""
 
 import argparse
 import contextlib

@@ -85,7 +85,7 @@ def target_of(folder: Path) -> str:
 
 def _lacks_lm_head(folder: Path) -> bool:
     if not any(folder.glob("*.safetensors")):
-        return False  # loading the head reports what is missing
+        return False  # loading the head reports missing files
     shapes = read_shapes(folder)
     return "d2t" in shapes and _LM_HEAD not in shapes
 

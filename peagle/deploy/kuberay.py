@@ -278,7 +278,7 @@ def _worker(
 
 
 def _sizes(offer: Offer) -> dict[str, str]:
-    """Return the resources of a worker, which is alone on its machine."""
+    """Return the resources of a worker, the only one on its machine."""
     assert offer.memory_gib is not None, "the packaged price table has it"
     sizes = {
         "cpu": str(max(1, int(offer.num_vcpus * _CPU_SHARE))),

@@ -37,7 +37,7 @@ class Rows:
 
     @property
     def position(self) -> torch.Tensor:
-        """The position whose target distribution the row predicts."""
+        """The position with the target distribution that the row predicts."""
         return self.anchor_S + self.depth_S
 
     def __len__(self) -> int:

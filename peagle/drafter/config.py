@@ -91,7 +91,7 @@ class TrainConfig(PriceOptions, TagOptions):
     )
     num_depths: int = Field(8, ge=1, le=32, description="number of tokens the head learns to draft (K_train)")
     aux_layers: list[int] | None = Field(
-        None, description="target layers whose inputs the head reads; default: 2, L/2, L-1"
+        None, description="target layers; the head reads their inputs; default: 2, L/2, L-1"
     )
     draft_vocab_size: int = Field(8192, ge=1, description="size of the draft vocabulary: the most frequent tokens")
     mask_token_id: int = Field(0, ge=0, description="token that stands for positions not drafted yet")

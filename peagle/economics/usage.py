@@ -168,7 +168,7 @@ class EngineFacts:
         usd_per_device_s, on_demand_usd_per_device_s: 0 if unknown; the second only for spot machines.
         baseline: measured step times as JSON (`baseline.py`); may be empty.
         price_basis: stated, detected or assumed; empty without a price.
-        is_stand_in: whether this is the fake engine, whose speed and cost are meaningless.
+        is_stand_in: whether this is the fake engine, with meaningless speed and cost.
     """
 
     model: str = ""

@@ -6,7 +6,7 @@ this well. The drafts that are most likely to survive are verified. Their number
     expected tokens of the step - predicted seconds of the step x tokens/s of recent steps
 
 vLLM's `adaptive_verification.py`, which only supports DSpark on GPUs, maximises the ratio of tokens and seconds for
-each step. Tokens and seconds are learned from the engine's own steps. The decision only uses what is known before
+each step. Tokens and seconds are learned from the engine's own steps. The decision only uses facts known before
 verification, so the output stays the target's: the rejection sampler is exact for any number of drafts, and a number
 that does not depend on its random numbers cannot bias it.
 """

@@ -36,7 +36,7 @@ def baseline_of_cells(cells: Sequence[Cell], method: str, k: int, source: str) -
 
 
 def break_evens(chosen: Cell, cells: Sequence[Cell]) -> dict[int, float]:
-    """Return, for each concurrency, the acceptance length below which the target alone is faster than with the drafter.
+    """Return, for each concurrency, the acceptance length below which the plain target is faster than with the drafter.
 
     Concurrencies without both measurements are left out. Empty if the method does not draft in every step.
     """

@@ -70,7 +70,7 @@ def _format_decimals(value: float) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """A figure of a report. `path` is its location; `has_ratio` tells whether the ratio of two runs is meaningful."""
+    """A figure of a report. `path` is its location; `has_ratio` says whether the ratio of two runs is meaningful."""
 
     name: str
     label: str
