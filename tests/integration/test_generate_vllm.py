@@ -46,7 +46,7 @@ def check_rows(run, *, num_sessions):
     checks = [json.loads(session.self_check) for session in run.sessions()]
     assert [(check["outcome"], check["num_tokens"]) for check in checks] == [("passed", NUM_CHECKED)] * num_sessions
     assert {row["drafter"] for row in rows} == {"smollm2-135m-peagle"}
-    assert all(row["num_draft_tokens"] == K * row["num_drafts"] for row in rows)
+    assert all(row["num_draft_tokens"] <= K * row["num_drafts"] for row in rows)
     report = json.loads((run.root / "report.json").read_text())
     assert report["account"]["num_output_tokens"] == sum(row["num_output_tokens"] for row in rows)
     accepted = sum(row["num_accepted_tokens"] for row in rows) / sum(row["num_drafts"] for row in rows)
