@@ -399,7 +399,7 @@ def check_ledger(folder):
     assert {request.key for request in requests} == {"alice", "bob"}
     assert all(request.ttft_s > 0 for request in requests if request.outcome != "failed")
     answered = [request.usage for request in requests if request.outcome == "ok"]
-    assert all(usage.speculation.num_drafts for usage in answered if usage.num_output_tokens > 8)
+    assert any(usage.speculation.num_drafts for usage in answered)  # the drafter pauses if it does not pay
     (session,) = read_sessions(folder)
     assert session.ended
     assert json.loads(session.self_check)["num_tokens"] == NUM_TOKENS  # not included in num_output_tokens

@@ -80,7 +80,7 @@ def test_prompts_without_a_response_are_counted(config, write_jsonl, tmp_path):
     config, output_file = config(prompts=[prompts], sampled_share=0), tmp_path / "output.txt"
     with output_file.open("w") as stream:
         generate_responses(config, Console(file=stream, width=200))
-    assert "2 of 3 prompts have no response; the first error: the prompt has 3018 tokens" in output_file.read_text()
+    assert "2 of 3 prompts have no response; first error: the prompt has 3018 tokens" in output_file.read_text()
     assert config.response_sources == [str(config.responses_folder("greedy"))]
     assert len(rows_of(config, "greedy")) == 1
 
@@ -88,6 +88,6 @@ def test_prompts_without_a_response_are_counted(config, write_jsonl, tmp_path):
 def test_training_without_any_response_is_refused(config, write_jsonl):
     prompts = write_jsonl([json.dumps({"prompt": "x" * 600})], name="long.jsonl")
     with pytest.raises(
-        InputError, match="none of 1 prompts has a response; the first error: the prompt has 618 tokens"
+        InputError, match="none of 1 prompts has a response; first error: the prompt has 618 tokens"
     ):
         generate_responses(config(prompts=[prompts]))
