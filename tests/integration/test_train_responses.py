@@ -87,7 +87,5 @@ def test_prompts_without_a_response_are_counted(config, write_jsonl, tmp_path):
 
 def test_training_without_any_response_is_refused(config, write_jsonl):
     prompts = write_jsonl([json.dumps({"prompt": "x" * 600})], name="long.jsonl")
-    with pytest.raises(
-        InputError, match="none of 1 prompts has a response; first error: the prompt has 618 tokens"
-    ):
+    with pytest.raises(InputError, match="none of 1 prompts has a response; first error: the prompt has 618 tokens"):
         generate_responses(config(prompts=[prompts]))
