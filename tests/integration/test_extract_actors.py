@@ -46,13 +46,14 @@ def test_two_actors_write_the_same_shards_as_one_process(job, target, tmp_path):
     extract_here(job(tmp_path / "one-process"), lambda done, total: None)
     progress = []
     job_for_actors = job(tmp_path / "actors")
-    extract_on_actors(
-        job_for_actors,
-        lambda *done_and_total: progress.append(done_and_total),
-        reference=str(target),
-        workers=2,
-        device="cpu",
-    )
+
+    def record_progress(*done_and_total):
+        progress.append(done_and_total)
+
+    def extract():
+        extract_on_actors(job_for_actors, record_progress, reference=str(target), workers=2, device="cpu")
+
+    extract()
     expected = contents(tmp_path / "one-process")
     assert len(expected) > 5
     assert contents(tmp_path / "actors") == expected
@@ -64,13 +65,7 @@ def test_two_actors_write_the_same_shards_as_one_process(job, target, tmp_path):
     (tmp_path / "actors" / "index.json").write_text(json.dumps(index))
     (tmp_path / "actors" / "shard-00002.0123.partial").write_bytes(b"cut off")
     mtime_ns = (tmp_path / "actors" / "shard-00001.safetensors").stat().st_mtime_ns
-    extract_on_actors(
-        job_for_actors,
-        lambda *done_and_total: progress.append(done_and_total),
-        reference=str(target),
-        workers=2,
-        device="cpu",
-    )
+    extract()
     assert contents(tmp_path / "actors") == expected
     assert len(progress) == len(expected)
     assert (tmp_path / "actors" / "shard-00001.safetensors").stat().st_mtime_ns == mtime_ns
