@@ -195,7 +195,7 @@ class PassResult:
         return [answer.generation if answer else None for answer in self.answers]
 
     @property
-    def responses(self) -> list[Generation]:
+    def completed(self) -> list[Generation]:
         return [answer.generation for answer in self.answers if answer]
 
 

@@ -133,7 +133,7 @@ def make_record(
             RequestTimes(num_output_tokens=generation.num_output_tokens, elapsed_s=answer.elapsed_s, decode_s=decode_s)
         )
     # The drafts of the responses, or, if the engine does not report them, its own counters.
-    drafts = [response.speculation for response in result.responses if response.speculation is not None]
+    drafts = [generation.speculation for generation in result.completed if generation.speculation is not None]
     engine_drafts = result.drafted or SpeculationStats.empty()
     return PassRecord(
         method=planned.setup.method,

@@ -1,6 +1,7 @@
 """The training of a head: recipe, workers, checkpoints, micro-batches, optimizer and loop.
 
-The documents, the rows (COD, seeded by step and document) and the learning rate of a step depend only on the seed and
+The documents, the rows (sampled with a seed from step and document, see
+`batch.py`) and the learning rate of a step depend only on the seed and
 the step. So a training run that resumes from a checkpoint reproduces the loss curve of an uninterrupted run.
 Likewise, several workers, each with a share of a step's documents, reproduce the loss curve of a single worker.
 
@@ -184,7 +185,7 @@ class Checkpoint:
 
 
 def save_checkpoint(checkpoint: Checkpoint, folder: Path) -> None:
-    remove_temporaries(folder)  # large files that killed training runs have left
+    remove_temporaries(folder)  # large temporary files that killed training runs left behind
     with atomic_file(folder / CHECKPOINT) as stream:
         torch.save({name: getattr(checkpoint, name) for name in Checkpoint.__slots__}, stream)
 
@@ -282,7 +283,7 @@ _TABLES = ("embed_tokens.weight", "lm_head.weight", "markov_head.markov_w1.weigh
 
 
 class HeadOptimizer:
-    """Muon (Jordan et al. 2024) for matrices; AdamW for tables by token and for vectors, as its authors recommend."""
+    """Muon (Jordan et al. 2024) for matrices; AdamW for vectors and for tables with a row per token."""
 
     def __init__(self, parameters: Mapping[str, torch.Tensor], config: TrainingConfig) -> None:
         is_muon = config.optimizer == "muon"
@@ -508,7 +509,8 @@ class _Trainer:
     def _check_finite(self, value: torch.Tensor, documents: list[int]) -> None:
         if not torch.isfinite(value):
             raise DivergedError(
-                f"step {self.step}: the loss is not finite; documents {', '.join(map(self.name_of, documents))}",
+                f"step {self.step}: the loss or its gradient is not finite; "
+                f"documents {', '.join(map(self.name_of, documents))}",
                 hint=f"the checkpoint in {self.folder} is from an earlier step",
             )
 

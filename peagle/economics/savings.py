@@ -74,7 +74,7 @@ class Savings:
         """The acceptance length at which the drafter would have cost as much as it saved."""
         if self.acceptance_length is None or not self.undrafted_usd:
             return None
-        return round(self.acceptance_length * self.drafted_usd / self.undrafted_usd, _DIGITS)
+        return round(self.acceptance_length * self.drafted_usd / self.undrafted_usd, _DECIMALS)
 
     def loss_note(self, name: str) -> str | None:
         """Return a warning if speculation costs more than it saves, beyond the error; else None."""
@@ -91,7 +91,7 @@ class Savings:
         is_compared, is_spot, is_split = self.drafted_usd > 0, self.spot_usd > 0, bool(self.sources)
 
         def usd(amount: float, *, is_known: bool) -> float | None:
-            return round(amount, _DIGITS) if is_known else None
+            return round(amount, _DECIMALS) if is_known else None
 
         return {
             "speculation": {
@@ -101,22 +101,22 @@ class Savings:
                 "without_usd": usd(self.undrafted_usd, is_known=is_compared),
                 "acceptance_length": self.acceptance_length,
                 "break_even_acceptance_length": self.break_even,
-                "unknown_usd": round(self.uncompared_usd, _DIGITS),
+                "unknown_usd": round(self.uncompared_usd, _DECIMALS),
             },
             "spot": {
                 "usd": usd(self.on_demand_usd - self.spot_usd, is_known=is_spot),
                 "spot_usd": usd(self.spot_usd, is_known=is_spot),
                 "on_demand_usd": usd(self.on_demand_usd, is_known=is_spot),
-                "unknown_usd": round(self.unpriced_spot_usd, _DIGITS),
+                "unknown_usd": round(self.unpriced_spot_usd, _DECIMALS),
             },
             "prompt_usd": usd(self.prompt_usd, is_known=is_split),
             "generation_usd": usd(self.generation_usd, is_known=is_split),
-            "unsplit_usd": round(self.unsplit_usd, _DIGITS),
+            "unsplit_usd": round(self.unsplit_usd, _DECIMALS),
             "sources": sorted(self.sources),
         }
 
 
-_DIGITS = 9  # of a dollar, as in a statement
+_DECIMALS = 9  # of dollars and of the break-even
 _ADDED = tuple(field.name for field in fields(Savings) if field.name not in ("is_error_known", "sources"))
 
 
@@ -124,8 +124,8 @@ def work_savings(work: Work, *, has_drafter: bool, baseline: Baseline | None) ->
     """Return the savings of work. Without a drafter, each token after a request's first token takes a step."""
     num_later_tokens = max(work.num_output_tokens - work.num_requests, 0)
     num_steps = work.num_drafts if has_drafter else num_later_tokens
-    is_counted = num_steps > 0 or num_later_tokens == 0
-    if baseline is None or not is_counted or not work.busy_s or not work.request_s:
+    has_known_steps = num_steps > 0 or num_later_tokens == 0
+    if baseline is None or not has_known_steps or not work.busy_s or not work.request_s:
         return Savings(unsplit_usd=work.usd, uncompared_usd=work.usd if has_drafter else 0.0)
     times = baseline.at(work.request_s / work.busy_s)
     generation_s = num_steps * times.step_s / times.concurrency

@@ -30,7 +30,7 @@ class DrafterSpec:
             is meaningless.
         kv_cache_precision: precision of the head's KV cache; "auto" is the target's.
         attention_backend: vLLM's name of the head's attention back end; None if vLLM chooses.
-        lookup: whether later drafts are copied from an earlier occurrence in the request's text (`lookup.py`).
+        lookup: whether drafts after the head's first ones are copied from earlier text of the request (`lookup.py`).
         verify: "auto" verifies the drafts that are worth their time (`verification.py`), "all" every draft.
     """
 
@@ -96,8 +96,8 @@ class EngineSpec:
 
     Attributes:
         model: the target: a folder (local or s3://) or a hub id.
-        revision: the commit of a hub id; a branch, a tag or None if the commit is unknown. For a folder on S3, a digest
-            of its listing (`fetched.py`).
+        revision: the commit of a hub id. If the commit is unknown: a branch, a tag or None. For a folder on S3, a
+            digest of its listing (`fetched.py`).
         precision: one of `PRECISIONS`, resolved on the hardware that runs the engine.
         kv_cache_precision: "bf16", "fp8", or "auto" to follow `precision`.
         native_quantization: the checkpoint's own quantisation, such as "mxfp4".
@@ -188,7 +188,7 @@ class EngineSpec:
 
 
 def spec_precision(spec: EngineSpec, hardware: Hardware) -> Precision:
-    """Return the formats of an engine on its hardware; raises the errors of `resolve_precision`."""
+    """Return the number formats of an engine on its hardware; raises the errors of `resolve_precision`."""
     return resolve_precision(
         spec.precision,
         hardware,

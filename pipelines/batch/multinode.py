@@ -39,7 +39,7 @@ class Follower:
         self._run, self._number = run, number
         self._log = run.directory.logs / f"engine-{session_id}-node-{number}.log"
         redirect_output(self._log)
-        self._slot = claim_slot(run.slots_name)
+        self._slot = claim_slot(run.slot_group_name)
 
     def follow(self, leader: tuple[str, int]) -> None:
         """Run the ranks until they end.
@@ -68,7 +68,7 @@ class Followers:
 
     Attributes:
         rank: rank of this node.
-        failure: why the first follower ended; None while all are running.
+        failure: the reason of the first end of a follower; None while all followers are running.
         is_lost: whether that follower ended without an error, because its process or node is gone.
     """
 

@@ -123,7 +123,7 @@ class ResolvedRun:
         )
 
     @property
-    def slots_name(self) -> str:
+    def slot_group_name(self) -> str:
         """The name of the group in which the run's engines claim slots on a node."""
         return self.slot_group or str(self.directory.manifest()["run_id"])
 

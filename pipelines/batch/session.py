@@ -47,7 +47,7 @@ class Session:
         self.log = run.directory.logs / f"engine-{self.session_id}.log"
         redirect_output(self.log)
         self._log_copy = LogCopy(run.directory.root, self.log, self.log.name)
-        self.slot = claim_slot(run.slots_name)
+        self.slot = claim_slot(run.slot_group_name)
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self.beat()

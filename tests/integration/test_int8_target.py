@@ -1,4 +1,4 @@
-"""On a CPU, which layers of an INT8 target vLLM loads in INT8, and what the kernels compute.
+"""Check which layers vLLM loads in INT8 for an INT8 target on a CPU, and what the kernels compute.
 
 The tests run vLLM in a separate process, because its distributed state is global. They start no engine.
 """

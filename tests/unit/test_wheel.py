@@ -9,7 +9,7 @@ SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setup
 
 
 def package_files():
-    """Return the files of the packages, such as `peagle/errors.py`, without compiled package_files."""
+    """Return the files of the packages, such as `peagle/errors.py`, without compiled files."""
     for name in SETUPTOOLS["packages"]["find"]["include"]:
         for path in (ROOT / name.removesuffix("*")).rglob("*"):
             if path.is_file() and "__pycache__" not in path.parts:

@@ -175,7 +175,7 @@ def test_pass_runs_the_given_number_of_concurrent_requests():
     result, progress = run(engine, concurrency=3)
     assert engine.max_running == 3
     assert [request for request, _ in engine.requests[1:]] == [str(i) for i in range(6)]
-    assert len(result.responses) == 6
+    assert len(result.completed) == 6
     assert progress == [(i, 6) for i in range(1, 7)]
 
 
@@ -184,7 +184,8 @@ def test_warm_up_requests_are_not_measured():
     result, _ = run(engine, concurrency=4, num_warm_up=4)
     assert engine.requests[:4] == [(f"warm-up-{i}", 8) for i in range(4)]
     assert result.drafted == sum(
-        (g.speculation for g in result.responses if g.speculation), start=SpeculationStats.empty()
+        (generation.speculation for generation in result.completed if generation.speculation),
+        start=SpeculationStats.empty(),
     )
 
 

@@ -225,9 +225,9 @@ def test_markdown_tables_are_rectangular_and_name_their_conditions(report):
 
 
 def test_synthetic_figures_are_labelled(report):
-    report["labels"] = ["SYNTHETIC ACCEPTANCE: by lot"]
+    report["labels"] = ["SYNTHETIC ACCEPTANCE: drafts are accepted at random"]
     for text in (text_tables(report), markdown_tables(report)):
-        assert "SYNTHETIC ACCEPTANCE: by lot" in text.splitlines()[0]
+        assert "SYNTHETIC ACCEPTANCE: drafts are accepted at random" in text.splitlines()[0]
         assert "exactly 256 tokens" in text
     for plot in (speed_plot(report), cost_plot(report)):
         assert plot is not None

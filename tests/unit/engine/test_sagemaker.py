@@ -33,7 +33,7 @@ def test_drafter_variable_round_trip():
             '{"model": "amazon/h", "num_speculative_tokens": 5, "method": "eagle3", "parallel_drafting": true}',
             "amazon/h",
         ),
-        # As in AWS's posts: the catalog's head for the target.
+        # As in AWS's blog posts: without a model, the target's head of the catalog is used.
         ('{"method":"eagle3","num_speculative_tokens":5,"parallel_drafting":true}', "peagle"),
         ('{"method":"eagle3","num_speculative_tokens":5}', "eagle3"),
         ('{"model": "", "num_speculative_tokens": 5, "parallel_drafting": true}', "peagle"),

@@ -74,7 +74,7 @@ def test_endpoints_with_fake_engines_or_assumed_prices_have_notes(month):
     )
 
 
-def test_ledgers_of_a_training_include_its_response_runs(month):
+def test_ledgers_of_a_training_run_include_its_response_runs(month):
     config = TrainConfig(prompts=["stdlib"], output=month / "heads")
     for mode in DECODING_MODES:
         write_nightly(config.responses_folder(mode))
@@ -97,7 +97,7 @@ def test_missing_source_is_an_error(month, sources):
         find_ledgers(sources)
 
 
-def test_sessions_of_a_run_have_model_tags_and_price_of_its_manifest(month):
+def test_sessions_of_a_run_have_the_model_the_tags_and_the_price_of_its_manifest(month):
     (ledger,) = find_ledgers(["nightly"]).ledgers
     (session,) = ledger.sessions
     assert (session.model, session.drafter, session.tags) == ("smollm2-135m", None, '{"team": "data"}')

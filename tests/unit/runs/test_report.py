@@ -49,7 +49,7 @@ def plan_of(num_units, num_retries=0):
     ("reads", "num_calls"),
     [
         ([(plan_of(1), {0}), (plan_of(1), {0})], 1),
-        ([(plan_of(2), {0}), (plan_of(2), {0})], 1),  # the driver that finishes the run makes the result
+        ([(plan_of(2), {0}), (plan_of(2), {0})], 1),  # unfinished: the driver that finishes the run computes it again
         ([(plan_of(1), {0}), (plan_of(2, 1), {0})], 1),  # a retry was added
         ([(plan_of(1), {0}), *[(plan_of(2, 1), {0, 1})] * 3], 2),  # a retry was added and committed
         ([(plan_of(2), {0}), *[(plan_of(2), {0, 1})] * 3], 2),
@@ -124,7 +124,7 @@ def test_row_figures_have_three_samples_with_truncated_texts(run):
     assert samples[1]["answer"].endswith("x …")
 
 
-def test_row_figures_of_two_rows_without_times(run):
+def test_row_figures_of_two_rows_without_ttft(run):
     commit(run, [make_row(number, ttft_s=None) for number in range(2)])
     figures = row_figures(run)
     assert [sample["id"] for sample in figures["samples"]] == ["000000000", "000000001"]

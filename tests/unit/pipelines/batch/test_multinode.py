@@ -22,7 +22,7 @@ RESOURCES_PER_NODE = {"CPU": 1.0}
 def engine_run(run_dir="run"):
     return SimpleNamespace(
         directory=RunDirectory(run_dir),
-        slots_name="group",
+        slot_group_name="group",
         spec=EngineSpec(model="m", tensor_parallel_size=3, num_nodes=3),
         placement=SimpleNamespace(num_engines_on_node=1, resources_per_node=RESOURCES_PER_NODE),
     )

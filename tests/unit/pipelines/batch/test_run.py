@@ -134,7 +134,7 @@ def test_price_of_a_run_cannot_change(resolved_run):
     with pytest.raises(PriceError, match=r"the run costs \$.*, but would now cost \$"):
         create_or_continue(*resolved_run(usd_per_hour=2))
     request, batch = resolved_run(usd_per_hour=2)
-    create_or_continue(request, replace(batch, slot_group="endpoint"))  # a batch has the price of its endpoint
+    create_or_continue(request, replace(batch, slot_group="endpoint"))  # a batch of an endpoint keeps its price
 
 
 @pytest.fixture

@@ -58,7 +58,7 @@ def test_time_per_output_token_with_several_choices(ray_metrics):
 
 
 @pytest.mark.parametrize("record", [request(ttft_s=None), request(num_output_tokens=1), request(num_output_tokens=0)])
-def test_no_time_per_output_token_with_fewer_than_two_tokens(ray_metrics, record):
+def test_no_time_per_output_token_without_ttft_or_a_second_token(ray_metrics, record):
     UsageMetrics("m", None).record_request(record)
     assert ("gen_ai_server_time_per_output_token_seconds", *MODEL) not in ray_metrics
 

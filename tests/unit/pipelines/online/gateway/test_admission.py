@@ -10,9 +10,9 @@ from pipelines.online.gateway.admission import ServedModel, answer_shape, check_
 from pipelines.online.gateway.keys import LOCAL
 
 
-def refusal_of(values, media=None, domains=(), max_messages=100):
+def refusal_of(values, media=None, domains=()):
     try:
-        model = ServedModel(name="m", max_model_len=max_messages, media=media, media_domains=frozenset(domains))
+        model = ServedModel(name="m", max_model_len=100, media=media, media_domains=frozenset(domains))
         check_contents(values, model)
     except ApiError as error:
         return error.status, error.code, error.param
@@ -125,7 +125,7 @@ def test_unsafe_template_arguments_are_refused(body, param):
     ],
     ids=str,
 )
-def test_empty_message_is_refused_as_in_bulk(message):
+def test_message_without_supported_content_is_refused_as_in_bulk_runs(message):
     assert refusal_of({"messages": [{"role": "user", "content": "x"}, message]}) == (400, "invalid_value", "messages")
 
 
@@ -216,7 +216,7 @@ def test_token_ids_are_counted():
 
 
 @pytest.mark.parametrize("options", [{"top_logprobs": 20}, {"logprob_token_ids": list(range(128))}])
-def test_choices_and_logprobs_of_a_chat_count(options):
+def test_chat_choices_and_logprobs_are_counted(options):
     body = {"messages": LONG_MESSAGES, "logprobs": True, "max_tokens": 500, **options}
     assert not is_refused(CHAT_URL, body)
     assert is_refused(CHAT_URL, {**body, "n": 64})
@@ -235,8 +235,8 @@ def test_chat_with_echo_has_prompt_logprobs():
 
 
 def test_default_max_tokens_fit_the_answer_size():
-    intake = admit(CHAT_URL, {"messages": [], "logprobs": True, "top_logprobs": 20}, max_model_len=131_072)
-    assert intake.cap_tokens == 16 * MIB // (16 + 21 * 128)
+    checked = admit(CHAT_URL, {"messages": [], "logprobs": True, "top_logprobs": 20}, max_model_len=131_072)
+    assert checked.cap_tokens == 16 * MIB // (16 + 21 * 128)
     assert admit(CHAT_URL, {"messages": []}).cap_tokens is None
 
 

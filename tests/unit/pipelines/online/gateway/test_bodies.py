@@ -41,7 +41,7 @@ def refusal_code(limits, body):
 
 
 def count_json(value):
-    """Return the number of containers, of members of objects, and of commas."""
+    """Return the number of containers, of members of objects, and of values after a comma."""
     if not isinstance(value, list | dict):
         return 0, 0, 0
     inner = [count_json(item) for item in (value.values() if isinstance(value, dict) else value)]
