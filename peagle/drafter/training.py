@@ -427,9 +427,9 @@ class _Trainer:
         chosen = self._documents(self.step)
         self.optimizer.zero_grad()
         outcome, num_tokens = self._gradients(chosen)
-        self._check_finite(outcome.loss, chosen)
+        self._check_finite("loss", outcome.loss, chosen)
         gradient_norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.config.clip_norm)
-        self._check_finite(gradient_norm, chosen)
+        self._check_finite("gradient norm", gradient_norm, chosen)
         self.optimizer.step()
         return self._record(outcome, num_tokens, learning_rate, float(gradient_norm), time.monotonic() - started)
 
@@ -506,11 +506,10 @@ class _Trainer:
         self.step, self.num_tokens = checkpoint.step, checkpoint.num_tokens
         self.train_s = checkpoint.train_s
 
-    def _check_finite(self, value: torch.Tensor, documents: list[int]) -> None:
+    def _check_finite(self, name: str, value: torch.Tensor, documents: list[int]) -> None:
         if not torch.isfinite(value):
             raise DivergedError(
-                f"step {self.step}: the loss or its gradient is not finite; "
-                f"documents {', '.join(map(self.name_of, documents))}",
+                f"step {self.step}: the {name} is not finite; documents {', '.join(map(self.name_of, documents))}",
                 hint=f"the checkpoint in {self.folder} is from an earlier step",
             )
 
