@@ -66,9 +66,9 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         from peagle.runs.progress import RunProgress
 
         check_training(config, say)  # the trainer repeats this check, but only after hours of generating responses
-        from pipelines.training.responses import regenerate
+        from pipelines.training.responses import generate_responses
 
-        regenerate(config, RunProgress(console(soft_wrap=True)), command=args.command_line)
+        generate_responses(config, RunProgress(console(soft_wrap=True)), command=args.command_line)
     from peagle.drafter.pipeline import Listener
     from peagle.speculation import SpeculationStats
 

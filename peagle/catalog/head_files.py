@@ -33,7 +33,7 @@ class HeadFacts:
         mask_token_id: token that stands for positions not drafted yet; None for EAGLE-3.
         max_k: largest K, for a head that drafts blocks of a fixed size.
         mixes_attention: whether some layers of such a head have a sliding window, and others do not.
-        unmapped: parts of the head that vLLM does not load for P-EAGLE.
+        not_loaded: parts of the head that vLLM does not load for P-EAGLE.
     """
 
     method: DraftMethod
@@ -46,7 +46,7 @@ class HeadFacts:
     num_speculative_tokens: int | None
     max_k: int | None
     mixes_attention: bool
-    unmapped: tuple[str, ...]
+    not_loaded: tuple[str, ...]
 
     @property
     def default_k(self) -> int:
@@ -81,7 +81,7 @@ def read_head(config: Mapping[str, Any]) -> HeadFacts:
         num_speculative_tokens=int(k) if k else None,
         max_k=_max_k(method, config),
         mixes_attention=len(set(layer.get("layer_types") or ())) > 1,
-        unmapped=tuple(key for key in ("fc_norm", "norm_output") if config.get(key)),
+        not_loaded=tuple(key for key in ("fc_norm", "norm_output") if config.get(key)),
     )
 
 
@@ -129,9 +129,9 @@ def _check_mask_token(head: HeadFacts) -> None:
         )
     if not 0 <= head.mask_token_id < head.vocab_size:
         raise _misfit(f"its mask token {head.mask_token_id} is outside the vocabulary of {head.vocab_size}")
-    if head.method == "peagle" and head.unmapped:
+    if head.method == "peagle" and head.not_loaded:
         raise DrafterError(
-            f"vLLM does not load {' and '.join(head.unmapped)} of a P-EAGLE head, so its drafts would be wrong",
+            f"vLLM does not load {' and '.join(head.not_loaded)} of a P-EAGLE head, so its drafts would be wrong",
             hint="train the head without them",
         )
 

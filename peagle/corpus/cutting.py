@@ -1,7 +1,7 @@
 """Sizes of a corpus's work units: large units run first, small ones last.
 
-The small units are cut from the first rows of the corpus, so the total number of rows need not be known; `plan.py`
-schedules them last. `docs/decisions/0009-short-tail.md` has the reasons.
+The small units are cut from the first rows of the corpus, because rows beyond `max_rows_affecting_cut` need not be
+counted then. `plan.py` schedules the small units last. `docs/decisions/0009-short-tail.md` has the reasons.
 """
 
 import itertools
@@ -33,21 +33,20 @@ class Cut:
 def auto_cut(num_rows: int, num_engines: int, max_num_seqs: int) -> Cut:
     """Return sizes for few units, but with small units at the end of the run.
 
-    The smallest units are large enough that `_SMALL_UNITS_PER_ENGINE` of them keep an engine full. Counted from the end
-    of the run, the size of each unit is proportional to the number of rows after it, up to `rows_per_unit`: a third of
-    an even share of these rows among all units that the engines can have in flight. Rows beyond
-    `max_rows_affecting_cut` make no difference.
+    The smallest units are large enough that `_SMALL_UNITS_PER_ENGINE` of them keep an engine full. Each unit before
+    them has 1 / (`_MAX_SLOWDOWN` x units in flight) of the rows from its start to the end of the run, up to
+    `rows_per_unit`. Rows beyond `max_rows_affecting_cut` make no difference.
 
     Example: with 96 rows and one engine of 16 slots, the smallest units have ceil(3 * 16 / 24) = 2 rows.
     >>> auto_cut(96, 1, 16).rows_per_unit, set(auto_cut(96, 1, 16).small)
     (6, {2})
     """
     smallest = math.ceil(_OPEN_ROWS_PER_SLOT * max_num_seqs / _SMALL_UNITS_PER_ENGINE)
-    num_shares = _num_shares(num_engines)
+    divisor = _rows_left_per_row_of_unit(num_engines)
     rows_per_unit = auto_rows_per_unit(num_rows, num_engines)
     small: list[int] = []
     total = 0
-    while (size := max(smallest, total // (num_shares - 1))) < rows_per_unit and total < num_rows:
+    while (size := max(smallest, total // (divisor - 1))) < rows_per_unit and total < num_rows:
         small.append(min(size, num_rows - total))
         total += size
     return Cut(rows_per_unit=rows_per_unit, small=tuple(reversed(small)))
@@ -64,10 +63,10 @@ def auto_rows_per_unit(num_rows: int, num_engines: int) -> int:
 
 def max_rows_affecting_cut(num_engines: int) -> int:
     """Return a number of rows above which `auto_cut` returns the same sizes."""
-    return _MAX_ROWS * max(_UNITS_PER_ENGINE, _num_shares(1)) * num_engines
+    return _MAX_ROWS * max(_UNITS_PER_ENGINE, _rows_left_per_row_of_unit(1)) * num_engines
 
 
-def _num_shares(num_engines: int) -> int:
+def _rows_left_per_row_of_unit(num_engines: int) -> int:
     # Each engine works on `_SMALL_UNITS_PER_ENGINE` units, and one more waits.
     return _MAX_SLOWDOWN * (_SMALL_UNITS_PER_ENGINE + 1) * num_engines
 

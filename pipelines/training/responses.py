@@ -29,7 +29,7 @@ from pipelines.batch.run import generate
 _COPIED_OPTIONS = ("engines", "max_num_seqs", "tags", *PRICE_OPTIONS)
 
 
-def regenerate(
+def generate_responses(
     config: TrainConfig, progress: RunProgress, *, command: Sequence[str], engine: Literal["vllm", "fake"] = "vllm"
 ) -> None:
     """Generate the missing responses into the runs that `config.response_sources` names."""

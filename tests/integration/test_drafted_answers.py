@@ -1,10 +1,13 @@
 """Every field of an answer is the same with and without a drafter, for each parameter that can end an answer.
 
-The engines are real and use float32, where greedy text has no ties. Times, request ids, drafts and two more fields are
-not compared. `system_fingerprint` identifies the engine's settings. In streams with `stop`, `text_offset` of legacy
-completions counts the text sent so far. vLLM holds back text that might become a stop string, and the amount depends on
-the tokens per step. `num_cached_tokens` is compared only for prompts that are not in the cache. With a drafter, vLLM
-computes the last cached block again and reports fewer cached tokens.
+The engines are real and use float32, where greedy text has no ties. These fields are not compared:
+
+- times, request ids and drafts;
+- `system_fingerprint`, which identifies the engine's settings;
+- `text_offset` of legacy completions in streams with `stop`, which counts the text sent so far. vLLM holds back text
+  that might become a stop string, and the amount depends on the tokens per step;
+- `num_cached_tokens` of prompts in the cache. With a drafter, vLLM computes the last cached block again and reports
+  fewer cached tokens.
 """
 
 import dataclasses
@@ -85,7 +88,7 @@ def bulk_cases(tokenizer):
 
 
 def online_cases():
-    usage = {"stream": True, "stream_options": {"include_usage": True}}
+    streamed = {"stream": True, "stream_options": {"include_usage": True}}
     ends = {
         "stop": {"stop": ["\n", "five"], "logprobs": 2, "return_token_ids": True},
         "stop in the answer": {"stop": ["mat", "five"], "include_stop_str_in_output": True, "return_token_ids": True},
@@ -99,7 +102,7 @@ def online_cases():
         if "logprobs" in body:
             chat |= {"logprobs": True, "top_logprobs": body["logprobs"]}
         chat.pop("echo", None)
-        for mode, options in {"whole": {}, "streamed": usage}.items():
+        for mode, options in {"whole": {}, "streamed": streamed}.items():
             if mode == "whole" or name.startswith("stop"):
                 cases[f"{prompt}: {name}, {mode}"] = ("/v1/completions", {**body, "prompt": text, **options})
                 cases[f"{prompt}: {name}, {mode} chat"] = ("/v1/chat/completions", {**chat, **options})
@@ -113,21 +116,21 @@ def plain_engine(model):
 @pytest.fixture(scope="module")
 def answers(tokenizer, tmp_path_factory):
     """The answers of an engine without a drafter, and of an engine with the shipped head and a lookup."""
-    here, model = hardware.detect(), resolve_model("smollm2-135m")
+    machine, model = hardware.detect(), resolve_model("smollm2-135m")
     plain = plain_engine(model.path)
     head = resolve_drafter("peagle", model, 1, num_speculative_tokens=K).spec
     with_drafter = dataclasses.replace(plain, drafter=dataclasses.replace(head, lookup=True))
     cases = {"bulk": bulk_cases(tokenizer), "online": online_cases()}
-    return [_answers(spec, here, cases, tmp_path_factory.mktemp("answers")) for spec in (plain, with_drafter)]
+    return [_answers(spec, machine, cases, tmp_path_factory.mktemp("answers")) for spec in (plain, with_drafter)]
 
 
-def _answers(spec, here, cases, folder):
+def _answers(spec, machine, cases, folder):
     job, out = folder / "job.json", folder / "answers.json"
     job.write_text(json.dumps({"spec": spec.to_dict(), **cases}))
     script = Path(__file__).with_name("drafted_answers.py")
     result = subprocess.run(
         [sys.executable, str(script), str(job), str(out)],
-        env={**os.environ, **environment(spec, here)},
+        env={**os.environ, **environment(spec, machine)},
         capture_output=True,
         text=True,
         check=False,

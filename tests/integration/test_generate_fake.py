@@ -144,7 +144,7 @@ def test_engines_scale_within_their_range(write_jsonl, tmp_path):
     assert {row["num_output_tokens"] for row in rows_of(output)} == set(range(1, 41))
     assert all(session.ended for session in run.sessions())
     report = json.loads((output / "report.json").read_text())
-    # This is the maximum of concurrent engines. The ledger also has sessions of engines that were replaced.
+    # `num_engines` is the maximum number of concurrent engines. The ledger also has sessions of replaced engines.
     assert report["run"]["num_engines"] in (1, 2)
     sizes = [unit.num_rows for unit in run.plan().units]
     assert sum(sizes) == 400

@@ -1,6 +1,6 @@
 """Validation of a request's body, and the maximum number of tokens and bytes of its answer.
 
-The gate checks what the endpoint needs to decide (model, key, stream and token counts), and refuses everything that
+The gate checks the fields that its decisions need (model, key, stream and token counts), and refuses everything that
 would make an engine fetch, execute or render data for a client. Other fields are validated by vLLM's API models.
 """
 
@@ -58,7 +58,7 @@ class ServedModel:
     name: str
     max_model_len: int
     can_seed: bool = True  # whether sampling seeds work. On CPU, a request with a seed crashes vLLM 0.29
-    # choices per request, over all its prompts; Ray Serve counts one request. None is unlimited
+    # choices per request, over all its prompts; for Ray Serve's limits it is one request. None is unlimited
     max_choices: int | None = None
     max_answer_bytes: int | None = None  # maximum size of one answer, estimated with `AnswerShape`. None is unlimited
     media: Mapping[str, int] | None = None  # maximum items per request of each modality; None allows text only

@@ -149,7 +149,7 @@ def facts(**changes):
         "num_speculative_tokens": None,
         "max_k": None,
         "mixes_attention": False,
-        "unmapped": (),
+        "not_loaded": (),
     }
     return HeadFacts(**(values | changes))
 

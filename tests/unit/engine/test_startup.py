@@ -1,4 +1,4 @@
-"""The time limit of a start, and interrupts, which vLLM's own context manager swallows."""
+"""The time limit of a start, and interrupts, which vLLM's `zmq_socket_ctx` swallows."""
 
 import multiprocessing
 import signal
@@ -98,7 +98,7 @@ def handler():
 
 
 def start_interrupted(address, number=signal.SIGINT):
-    """Open the socket for the core's ready message, and raise a signal. The handler's exception ends the wait."""
+    """Open the socket for the core's ready message, and raise a signal, as if it arrived during the wait."""
     import zmq
     from vllm.utils.network_utils import zmq_socket_ctx
 

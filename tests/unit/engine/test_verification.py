@@ -65,7 +65,7 @@ def test_choice_is_as_fast_as_the_best_fixed_k(num_requests, min_ratio):
 
 @pytest.mark.parametrize(("drafter_ms_per_depth", "depth"), [(0.0, K), (24.0, 1)])
 def test_depth_follows_the_cost_of_drafting(drafter_ms_per_depth, depth):
-    budget, odds = DraftBudget(K), np.full((8, K), np.log(9))  # each draft is accepted with 90 %
+    budget, odds = DraftBudget(K), np.full((8, K), np.log(9))  # each draft token has a 90 % chance to be accepted
     for number in range(400):
         drafted = K if number % 64 == 32 else budget.depth
         survival = budget.survival("greedy", odds)
@@ -78,7 +78,7 @@ def test_depth_follows_the_cost_of_drafting(drafter_ms_per_depth, depth):
     assert budget.depth == depth
 
 
-def test_drafter_pauses_when_prompts_take_it_longer_than_it_saves():
+def test_drafter_pauses_if_drafting_for_prompts_takes_longer_than_drafts_save():
     _, budget = speed(8, 0.4)
     step = DecodingStep(8, 8, 1600, K)
     for _ in range(16):
@@ -121,9 +121,9 @@ def test_missing_drafts_are_not_chosen():
     assert budget.choose(survival, 2, 100, 3).tolist() == [2, 0]
 
 
-def test_copies_have_their_own_calibration():
+def test_lookup_drafts_have_their_own_calibration():
     budget = DraftBudget(2)
-    odds = np.array([[2.0, np.nan]] * 50)
+    odds = np.array([[2.0, np.nan]] * 50)  # nan: copied by the lookup
     for _ in range(10):
         budget.observe_drafts("greedy", odds, np.full(50, 2), np.full(50, 1))  # the copies are always rejected
     head_survival = budget.survival("greedy", np.array([[2.0, 2.0]]))[0]

@@ -82,7 +82,9 @@ def heads(tmp_path):
 )
 def test_impossible_training_is_refused_early(chat_target, tmp_path, monkeypatch, capsys, arguments, message):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr("pipelines.training.responses.regenerate", lambda *_, **__: pytest.fail("generation started"))
+    monkeypatch.setattr(
+        "pipelines.training.responses.generate_responses", lambda *_, **__: pytest.fail("generation started")
+    )
     monkeypatch.chdir(tmp_path)
     assert _train("--target", chat_target, "--prompts", "stdlib", "--output", "out", *arguments) == 2
     assert message in capsys.readouterr().err
@@ -90,13 +92,13 @@ def test_impossible_training_is_refused_early(chat_target, tmp_path, monkeypatch
 
 
 def test_training_warnings_come_before_generation(foreign_target, monkeypatch, capsys):
-    def regenerate(*_, **__):
+    def generate_responses(*_, **__):
         printed = capsys.readouterr()
         assert "might not serve heads for 'gemma3_text' targets" in printed.out
         assert "the head starts with random weights" in printed.out
         raise StoppedEarly("generation would start")
 
-    monkeypatch.setattr("pipelines.training.responses.regenerate", regenerate)
+    monkeypatch.setattr("pipelines.training.responses.generate_responses", generate_responses)
     flags = ["--target", foreign_target("gemma3_text"), "--prompts", "stdlib"]
     assert _train(*flags, *SMALL_VOCABULARY, "--output", "out") == 3
     assert "generation would start" in capsys.readouterr().err
