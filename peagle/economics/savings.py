@@ -44,7 +44,7 @@ class Savings:
     undrafted_usd: float = 0.0
     error_usd: float = 0.0
     uncompared_usd: float = 0.0
-    num_drafts: int = 0
+    num_steps: int = 0  # with a drafter
     num_accepted_tokens: int = 0
     spot_usd: float = 0.0
     on_demand_usd: float = 0.0
@@ -67,7 +67,7 @@ class Savings:
 
     @property
     def acceptance_length(self) -> float | None:
-        return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else None
+        return 1 + self.num_accepted_tokens / self.num_steps if self.num_steps else None
 
     @property
     def break_even(self) -> float | None:
@@ -123,7 +123,9 @@ _ADDED = tuple(field.name for field in fields(Savings) if field.name not in ("is
 def work_savings(work: Work, *, has_drafter: bool, baseline: Baseline | None) -> Savings:
     """Return the savings of work. Without a drafter, each token after a request's first token takes a step."""
     num_later_tokens = max(work.num_output_tokens - work.num_requests, 0)
-    num_steps = work.num_drafts if has_drafter else num_later_tokens
+    num_steps = num_later_tokens
+    if has_drafter:  # not every step verifies a draft, see `verify` in `DrafterSpec`
+        num_steps = max(work.num_drafts, num_later_tokens - work.num_accepted_tokens) if work.num_drafts else 0
     has_known_steps = num_steps > 0 or num_later_tokens == 0
     if baseline is None or not has_known_steps or not work.busy_s or not work.request_s:
         return Savings(unsplit_usd=work.usd, uncompared_usd=work.usd if has_drafter else 0.0)
@@ -141,7 +143,7 @@ def work_savings(work: Work, *, has_drafter: bool, baseline: Baseline | None) ->
         undrafted_usd=undrafted_usd,
         error_usd=undrafted_usd * (times.error or 0.0),
         is_error_known=times.error is not None,
-        num_drafts=num_steps,
+        num_steps=num_steps,
         num_accepted_tokens=work.num_accepted_tokens,
     )
 

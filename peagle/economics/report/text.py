@@ -111,7 +111,7 @@ def _acceptance(speculation: Mapping[str, Any]) -> list[tuple[str, str]]:
         return []
     length, rates = speculation["acceptance_length"], " ".join(map(format_share, speculation["acceptance_rates"]))
     lines = [
-        ("acceptance", f"{length:.2f} tokens per step, over {speculation['num_drafts']:,} steps"),
+        ("acceptance", f"{length:.2f} tokens per step, over {speculation['num_drafts']:,} steps with drafts"),
         ("by position", f"{rates} of the verified drafts"),
     ]
     if num_dropped := speculation.get("num_dropped_tokens"):

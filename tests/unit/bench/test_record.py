@@ -61,6 +61,7 @@ def test_mean_step_time_is_decode_time_per_step():
     assert mean_step_s([make_pass_record()]) == pytest.approx(1.5 / 10)  # 10 drafts, each verified by a step
     assert mean_step_s([make_pass_record("none")]) == pytest.approx(1.5 / 20)  # 21 tokens, one of them from prefill
     # 4 of 20 tokens are accepted drafts: 16 steps, 5 of them with a draft.
+    assert mean_step_s([make_pass_record(speculation=drafts(5, 3, 1, 0))]) == pytest.approx(1.5 / 16)
     assert mean_step_s([make_pass_record("ngram", speculation=drafts(5, 3, 1, 0))]) == pytest.approx(1.5 / 16)
     assert mean_step_s([make_pass_record(requests=[request_times(5, 1.0, None)])]) is None
     assert mean_step_s([make_pass_record("none", requests=[request_times(1, 1.0, 0.0)])]) is None

@@ -25,12 +25,22 @@ def test_savings_of_a_drafter():
     assert savings.loss_note("head for m") is None
 
 
+def test_steps_without_verified_drafts_count():
+    assert work_savings(replace(WORK, num_drafts=600), has_drafter=True, baseline=STEPS) == work_savings(
+        WORK, has_drafter=True, baseline=STEPS
+    )
+
+
 def test_loss_has_a_note_if_it_exceeds_the_error():
-    large_loss = work_savings(replace(WORK, num_accepted_tokens=500), has_drafter=True, baseline=STEPS)
+    large_loss = work_savings(
+        replace(WORK, num_output_tokens=1501, num_accepted_tokens=500), has_drafter=True, baseline=STEPS
+    )
     assert large_loss.saved_usd == pytest.approx(-0.025)
     expected = "head for m cost $0.025 more than without, at an acceptance length of 1.50 where 2.00 breaks even"
     assert expected in large_loss.loss_note("head for m")
-    small_loss = work_savings(replace(WORK, num_accepted_tokens=950), has_drafter=True, baseline=STEPS)
+    small_loss = work_savings(
+        replace(WORK, num_output_tokens=1951, num_accepted_tokens=950), has_drafter=True, baseline=STEPS
+    )
     assert small_loss.saved_usd < 0
     assert small_loss.loss_note("head for m") is None
 
@@ -104,4 +114,4 @@ def test_savings_add_up_in_any_order(items):
     assert min(total.prompt_usd, total.generation_usd, total.undrafted_usd, total.error_usd) >= 0
     backwards = sum(reversed(parts), Savings())
     assert backwards.saved_usd == pytest.approx(total.saved_usd)
-    assert backwards.num_drafts == total.num_drafts
+    assert backwards.num_steps == total.num_steps

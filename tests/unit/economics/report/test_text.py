@@ -6,7 +6,7 @@ def test_summary_shows_the_figures(drafter_report, make_report):
     for part in (
         "40 of 40 committed, 0 failed",
         "60.0 output tokens/s of a busy engine, 46.2 with",
-        "1.60 tokens per step, over 1,000 steps",
+        "1.60 tokens per step, over 1,000 steps with drafts",
         "load 15% · compile 8% · busy 77% · idle 0% · lost 0%",
         "830,769 output tokens per dollar, $1.20 per million",
     ):
