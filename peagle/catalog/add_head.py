@@ -26,7 +26,7 @@ from peagle.errors import CatalogError, ConfigError, DrafterError
 from peagle.files import write_atomic
 
 _UNMEASURED = "`peagle models add`; not measured"
-_INHERITED = "not measured with this head; of the one before: "  # stored on cards
+_INHERITED = "not measured with this head; source for the previous head: "  # stored on cards
 _UNKNOWN = "not confirmed"
 
 

@@ -89,7 +89,7 @@ def test_a_catalog_target_keeps_its_card(peagle_home, shipped_head):
     measured = [row for row in before.speculation if row.platform == "cpu"]
     assert [row.max_concurrency for row in cpu] == [row.max_concurrency for row in measured]
     assert {row.method for row in cpu} == {"peagle"}
-    assert cpu[0].source == f"not measured with this head; of the one before: {measured[0].source}"
+    assert cpu[0].source == f"not measured with this head; source for the previous head: {measured[0].source}"
     assert add_head(shipped_head).card.speculation == after.speculation  # the prefix is not repeated for a second head
 
 
