@@ -282,7 +282,7 @@ def exceeded_limit(option: Option, config: PlanConfig) -> str | None:
     if not _within_limits(config, option.cell):
         return "exceeds the latency limits"
     if config.max_machines is not None and option.num_machines > config.max_machines:
-        return f"needs more than {config.max_machines} machines"
+        return f"needs more machines than --max-machines {config.max_machines}"
     return None
 
 

@@ -165,7 +165,7 @@ def test_plan_with_ngram_lookups_has_no_sensitivity_to_acceptance(plan, sweep):
     [
         ({"within": "4m"}, "leaves no time for work"),
         ({"max_tpot_ms": 5}, "no measurement is within the latency limits"),
-        ({"max_machines": 1}, "needs more than 1 machines"),
+        ({"max_machines": 1}, "needs more machines than --max-machines 1"),
         ({"max_ttft_ms": 500}, "no measurement is within"),
     ],
 )
