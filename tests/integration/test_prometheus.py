@@ -168,8 +168,8 @@ def start_bulk_run(start_command, folder, address):
     )
     start_command(
         sys.executable, "-m", "jobs.cli", "generate", *ENGINE_FLAGS, *PRICE_FLAGS, "--input", rows,
-        "--output", folder / "run", "--rows-per-unit", 4, "--max-tokens", 24, "--engines", 1, "--budget-usd", 1, "--deadline", "2h",
-        until="rows", RAY_ADDRESS=address,
+        "--output", folder / "run", "--rows-per-unit", 4, "--max-tokens", 24, "--engines", 1, "--budget-usd", 1,
+        "--deadline", "2h", until="rows", RAY_ADDRESS=address,
     )  # fmt: skip
 
 
