@@ -297,15 +297,16 @@ def test_monthly_spending_is_shown_by_day_and_key(page, serve):
     assert page.text("spend-total") == UNKNOWN, "the spending was requested before its section was visible"
     page.run("document.getElementById('spend').scrollIntoView()")
     page.wait_for_text("spend-state", "UTC days")
-    names = "[...document.querySelectorAll('#spend-rows th')].map((name) => name.textContent)"
-    assert sorted(page.run(names)) == ["local", "no key"]
+    row_names = "[...document.querySelectorAll('#spend-rows th')].map((name) => name.textContent)"
+    assert sorted(page.run(row_names)) == ["local", "no key"]
     sums = [float(page.text(f"spend-{kind}").lstrip("$")) for kind in ("attributed", "overhead", "lost", "total")]
     assert sum(sums[:3]) == pytest.approx(sums[3], rel=0.01)
     assert "overhead (loading, idle) $" in page.run(
         "document.querySelector('#spend-chart svg').getAttribute('aria-label')"
     )
     page.click("#spend-form input[value='model']")
-    page.wait(f"JSON.stringify({names}.sort()) === JSON.stringify(['{MODEL_WITHOUT_DRAFTER}', '{MODEL_WITH_DRAFTER}'])")
+    models = f"['{MODEL_WITHOUT_DRAFTER}', '{MODEL_WITH_DRAFTER}']"
+    page.wait(f"JSON.stringify({row_names}.sort()) === JSON.stringify({models})")
 
 
 def test_budgets_show_spent_remaining_and_renewal_date(page, serve):

@@ -230,7 +230,7 @@ def test_invalid_row_becomes_a_dead_letter_and_valid_row_a_prompt(results, case)
     assert set(letter) == {"id", "unit", "attempt", "reason", "message", "row"}
 
 
-def test_page_lists_every_case(results, check_section, format_message):
+def test_bad_inputs_page_lists_every_case(results, check_section, format_message):
     rows = [("row", "reason", "message")]
     rows += [
         (case.description, f"`{case.reason}`", format_message(results[case.description][1][-1]["message"]))

@@ -327,7 +327,7 @@ def test_invalid_input_is_refused_and_changes_no_files(results, case):
     assert files_after == files_before
 
 
-def test_page_lists_every_case(results, check_section, format_message):
+def test_bad_inputs_page_lists_every_case(results, check_section, format_message):
     rows = [("input", "given as", "exit code", "message")]
     for case in CASES:
         code, stderr, *_ = results[case.description]

@@ -1,4 +1,3 @@
-import functools
 import gzip
 import os
 import socket
@@ -295,14 +294,13 @@ def test_markers_of_other_programs_are_skipped(write, tmp_path, pattern):
         (("data", "data/a.jsonl/"), "s3://bucket/data/**"),
     ],
 )
-def test_folder_objects_are_skipped(s3, folder_objects, uri):
-    put_object = functools.partial(s3_client.store().api.put_object, Bucket="bucket")
+def test_folder_objects_are_skipped(put_object, folder_objects, uri):
     for name in (*folder_objects, "data/_SUCCESS"):
-        put_object(Key=name, Body=b"")
-    put_object(Key="data/sub/deep/readme", Body=b"x")
-    put_object(Key="data/a.jsonl", Body=b"x")
+        put_object(name, b"")
+    put_object("data/sub/deep/readme", b"x")
+    put_object("data/a.jsonl", b"x")
     if uri.endswith("data*"):  # of all objects, the glob matches only data.csv
-        put_object(Key="data.csv", Body=b"x")
+        put_object("data.csv", b"x")
         assert [file.path for file in discover(uri)] == ["s3://bucket/data.csv"]
     elif "**" in uri:
         with pytest.raises(InputError, match="readme: unknown format"):

@@ -179,6 +179,9 @@ def test_unsupported_configurations_are_refused(tmp_path, text, message):
 def test_invalid_options_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         job_objects(**options)
+
+
+def test_schedule_is_only_for_bulk_runs():
     assert job_objects(schedule="@daily")[1]["kind"] == "RayCronJob"
     with pytest.raises(ConfigError, match="--schedule is for bulk runs"):
         service_objects(schedule="0 2 * * *")

@@ -159,8 +159,8 @@ def test_packed_blocks_do_not_attend_to_each_other(block_head, store):
     rows = [sample_blocks(document.loss_mask_T[1:], num_depths=NUM_DEPTHS, share=0.5) for document in documents]
     packed = batch_loss(block_head, make_batch(documents, rows), num_depths=NUM_DEPTHS)
     separate = [
-        batch_loss(block_head, make_batch([document], [r]), num_depths=NUM_DEPTHS)
-        for document, r in zip(documents, rows, strict=True)
+        batch_loss(block_head, make_batch([document], [document_rows]), num_depths=NUM_DEPTHS)
+        for document, document_rows in zip(documents, rows, strict=True)
     ]
     torch.testing.assert_close(packed.divergence_D, torch.stack([loss.divergence_D for loss in separate]).sum(0))
     torch.testing.assert_close(packed.rows_D, torch.stack([loss.rows_D for loss in separate]).sum(0))
