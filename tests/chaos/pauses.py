@@ -131,7 +131,7 @@ class Stage:
         self._prepare(scene, output, folder)
         under = f"/play-{number:04d}" if self._bucket else output
         log, drivers = folder / "steps", []
-        refused = _REFUSED_ROWS if scene.initial_state != "finished" else frozenset({1})
+        refused = _REFUSED_ROWS if scene.initial_state != "finished" else frozenset({1})  # row 6 can be retried
         for index, step_numbers in enumerate(steps_by_driver):
             stops = None
             if step_numbers:

@@ -117,11 +117,11 @@ def rehearse(model: str, drafter: str, concurrency: int, hardware: Hardware, **o
                 return Refused(message=error.message, hint=error.hint or "")
             flags.append(" ".join(suggested))
             continue
-        return accept(run.spec, run.model, hardware, flags)
+        return configure_vllm(run.spec, run.model, hardware, flags)
 
 
-def accept(spec: EngineSpec, model: ResolvedModel, hardware: Hardware, flags: list[str]) -> Accepted:
-    """Return vLLM's configuration of an engine, and what vLLM would choose with it.
+def configure_vllm(spec: EngineSpec, model: ResolvedModel, hardware: Hardware, flags: list[str]) -> Accepted:
+    """Return vLLM's configuration of an engine, with the choices that vLLM makes after loading.
 
     Raises:
         Exception: vLLM refuses the engine's arguments.
