@@ -21,12 +21,12 @@ for name in [name for name in os.environ if name.startswith("PEAGLE_") and name 
 os.environ["PEAGLE_HOME"] = str(peagle_home() / "tests")
 # Shells without job control let background processes ignore Ctrl-C, and commands under test would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-_UMASK, _TMPDIR = os.umask(0o077), os.environ.get("TMPDIR")
+_UMASK, _TMPDIR = os.umask(0o077), os.environ.get("TMPDIR")  # the umask can be read only by changing it
 os.umask(_UMASK)
 
 
 # Tests that start vLLM must not run concurrently: vLLM binds its threads to cores, so two engines would share them.
-_ENGINES = tuple(
+_VLLM_TEST_FILES = tuple(
     f"integration/test_{name}.py"
     for name in ("draft_parity", "drafted_answers", "generate_vllm", "launch_models", "serve")
 )
@@ -34,7 +34,7 @@ _ENGINES = tuple(
 
 def pytest_collection_modifyitems(items):
     """Run the slowest files first."""
-    items.sort(key=lambda item: not item.path.as_posix().endswith(_ENGINES))
+    items.sort(key=lambda item: not item.path.as_posix().endswith(_VLLM_TEST_FILES))
 
 
 def pytest_xdist_make_scheduler(config, log):
@@ -44,7 +44,7 @@ def pytest_xdist_make_scheduler(config, log):
     class EngineTestsOnOneWorker(LoadFileScheduling):
         def _split_scope(self, nodeid):
             file = super()._split_scope(nodeid)
-            return "engines" if file.endswith(_ENGINES) else file
+            return "engines" if file.endswith(_VLLM_TEST_FILES) else file
 
     return EngineTestsOnOneWorker(config, log)
 
@@ -121,7 +121,7 @@ def moving_hub(tmp_path, monkeypatch):
 
 @pytest.fixture(params=["disk", "s3"])
 def root(request, tmp_path):
-    """The folder of a run: on disk, then on S3."""
+    """The folder of a run; each test runs with it on disk and on S3."""
     if request.param == "s3":
         request.getfixturevalue("s3")
         return storage_path("s3://bucket/some/run")

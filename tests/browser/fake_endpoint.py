@@ -1,7 +1,7 @@
-"""A fake endpoint without Ray and engines: its gate, page, ledger and metrics are real, but its answers are fixed.
+"""A fake endpoint without Ray or engines: its gate, page, ledger and metrics are real, but its answers are fixed.
 
-A prompt that begins with "busy", "break", "slow", "html" or "differ" gets a special answer. For all others, each model
-returns the same text.
+A prompt that begins with "busy", "break", "slow", "html" or "differ" gets a special answer. For other prompts, each
+model returns the same text.
 """
 
 import asyncio
@@ -69,14 +69,14 @@ def text_of(prompt: str, model: str) -> str:
 
 
 class FakeEndpoint:
-    """The server, in a thread.
+    """The endpoint's HTTP server, in a thread.
 
     Args:
         folder: parent of the ledger.
         num_requests: number of requests per engine in the ledger, within the last few minutes.
         models: served names.
         budgets: keys with a budget.
-        access: fields of `GateSettings` that define the API keys; without any, no key is required.
+        access: fields of `GateSettings` about API keys; by default, no key is required.
     """
 
     def __init__(
@@ -156,22 +156,22 @@ class FakeEndpoint:
         return JSONResponse(await asyncio.to_thread(self._cost.statement, *period))
 
     def _report(self) -> dict[str, Any]:
-        payers = {"budgets": self._budgets, "shared_budgets": SharedBudgets(self.ledger).all()}
-        return self._cost.report() | {name: self._cost.budgets(group) for name, group in payers.items()}
+        holders = {"budgets": self._budgets, "shared_budgets": SharedBudgets(self.ledger).all()}
+        return self._cost.report() | {name: self._cost.budgets(group) for name, group in holders.items()}
 
     async def _chat(self, request: Request) -> StreamingResponse:
         body = gate_pass_of(request).body.values
         prompt, model = body["messages"][-1]["content"], body["model"]
         if prompt.startswith("busy"):
             raise overloaded("all engines are busy or starting; try again")
-        events = self._events(text_of(prompt, model), model, request, breaks_off=prompt.startswith("break"))
+        events = self._events(text_of(prompt, model), model, request, fails_midway=prompt.startswith("break"))
         return StreamingResponse(events, media_type="text/event-stream")
 
-    async def _events(self, text: str, model: str, request: Request, *, breaks_off: bool) -> Any:
+    async def _events(self, text: str, model: str, request: Request, *, fails_midway: bool) -> Any:
         started_at, words = time.time(), text.split(" ")
         for number, word in enumerate(words, 1):
             await asyncio.sleep(1 / _WORDS_PER_S[model])
-            if breaks_off and number > 9:
+            if fails_midway and number > 9:  # after the page has shown some words
                 raise RuntimeError("an engine died")
             piece = word if number == len(words) else word + " "
             yield _event([{"delta": {"content": piece}, "finish_reason": None}], _usage(number))
@@ -193,8 +193,8 @@ class FakeEndpoint:
             finished_at, busy_s = now - 1.0, 0.0
             for _ in range(num_requests):
                 tokens = rng.randint(20, 120)
-                duration_s = tokens / rng.gauss(_WORDS_PER_S[model] / 4, 3)
-                ttft_s = rng.lognormvariate(-2.3, 0.5)
+                duration_s = tokens / rng.gauss(_WORDS_PER_S[model] / 4, 3)  # slower than one chat, as under load
+                ttft_s = rng.lognormvariate(-2.3, 0.5)  # with a median of 0.1 s
                 record = _record(session_id, model, tokens, finished_at - duration_s, finished_at, ttft_s=ttft_s)
                 append_request(self.ledger, record)
                 busy_s += record.usage.busy_s
@@ -220,11 +220,11 @@ def _card(model: str) -> dict[str, Any]:
 
 
 def _session(session_id: str, model: str, index: int, started_at: float, now: float, busy_s: float) -> EngineSession:
-    load_s = (now - started_at) / 10
+    load_s = (now - started_at) / 10  # the first tenth of the session
     return EngineSession(
         session_id=session_id,
         engine_index=index,
-        hostname="here",
+        hostname="localhost",
         num_devices=1,
         device="vcpu",
         started_at=started_at,
@@ -258,7 +258,7 @@ def _record(
     ttft_s: float,
     key: str = "local",
 ) -> RequestUsage:
-    drafts = round(num_tokens / 1.6)
+    drafts = round(num_tokens / 1.6)  # the acceptance length: 1 + 0.42 + 0.14 + 0.05
     stats = SpeculationStats(
         num_drafts=drafts,
         num_draft_tokens=3 * drafts,

@@ -12,8 +12,8 @@ from tests.browser.fake_endpoint import HTML, MODEL_WITH_DRAFTER, MODEL_WITHOUT_
 
 IMAGES = Path(__file__).parents[2] / "docs/images"
 WRITES_IMAGES = pytest.mark.skipif(not os.environ.get("WRITE_DOCS"), reason="set WRITE_DOCS=1 to write the pictures")
-NBSP, UNKNOWN = "\u00a0", "\u2013"
-TURNS = (
+NBSP, UNKNOWN = "\u00a0", "\u2013"  # the page shows a dash for an unknown value
+MESSAGES = (  # JavaScript: the texts of the conversation
     "[...document.querySelectorAll('.turn')]"
     ".map((turn) => (turn.querySelector('.text:not(.thought)') ?? turn).textContent)"
 )
@@ -42,8 +42,9 @@ def test_no_external_requests_console_output_or_layout_shift(page, serve):
     server = serve(num_requests=20)
     page.call(
         "Page.addScriptToEvaluateOnNewDocument",
-        source="window.moved = 0; new PerformanceObserver((list) => { for (const entry of list.getEntries()) "
-        "if (!entry.hadRecentInput) window.moved += entry.value }).observe({type: 'layout-shift', buffered: true})",
+        source="window.layoutShift = 0; new PerformanceObserver((list) => { for (const entry of list.getEntries()) "
+        "if (!entry.hadRecentInput) window.layoutShift += entry.value })"
+        ".observe({type: 'layout-shift', buffered: true})",
     )
     open_page(page, server.url)
     send(page, "hello")
@@ -53,18 +54,18 @@ def test_no_external_requests_console_output_or_layout_shift(page, serve):
     assert page.urls
     assert all(url.startswith(server.url) for url in page.urls)
     assert page.console == []
-    assert page.run("window.moved") < 0.02  # cumulative layout shift; web.dev calls 0.1 good
+    assert page.run("window.layoutShift") < 0.02  # web.dev calls 0.1 good
 
 
 def test_csp_blocks_other_hosts_and_inner_html(page, serve):
     open_page(page, serve().url)
-    first_violation = (
+    report_violation_by = (
         "new Promise((done) => { addEventListener('securitypolicyviolation',"
         " (event) => done(`${event.disposition} ${event.effectiveDirective}`)); %s })"
     )
     image = "document.body.append(Object.assign(new Image(), {src: 'https://example.org/x.png'}))"
-    assert page.run(first_violation % "fetch('https://example.org/').catch(() => {})") == "enforce connect-src"
-    assert page.run(first_violation % image) == "enforce img-src"
+    assert page.run(report_violation_by % "fetch('https://example.org/').catch(() => {})") == "enforce connect-src"
+    assert page.run(report_violation_by % image) == "enforce img-src"
     assert page.run("try { document.body.innerHTML = 'x' } catch (error) { error.name }") == "TypeError"
 
 
@@ -79,10 +80,10 @@ def test_page_shows_the_metrics_of_the_endpoint(page, serve):
     assert page.text("engines") == "2 of 4"
     p50_s = total["ttft_p50_s"]
     assert page.text("ttft") == (f"{1000 * p50_s:.0f}{NBSP}ms" if p50_s < 0.1 else f"{p50_s:.2f}{NBSP}s")
-    rates = page.run(
+    acceptance_rates = page.run(
         "[...document.querySelectorAll('.columns li span:first-child')].map((element) => element.textContent)"
     )
-    assert rates == [f"{100 * rate:.0f}{NBSP}%" for rate in total["acceptance_rates"]]
+    assert acceptance_rates == [f"{100 * rate:.0f}{NBSP}%" for rate in total["acceptance_rates"]]
     assert page.run("document.querySelectorAll('#speed-chart rect').length") == len(
         live["series"]["output_tokens_per_s"]
     )
@@ -103,7 +104,7 @@ def test_answer_shows_metrics_and_is_not_rendered_as_html(page, serve):
     open_page(page, serve().url)
     send(page, "html please")
     page.wait(f"document.querySelectorAll('.turn').length === 2 && {IS_IDLE}")
-    assert page.run(TURNS) == ["html please", HTML]
+    assert page.run(MESSAGES) == ["html please", HTML]
     assert page.run("document.querySelectorAll('#playground-log img, #playground-log script').length") == 0
     names = page.run("[...document.querySelectorAll('#playground-log dt')].map((element) => element.textContent)")
     values = page.run("[...document.querySelectorAll('#playground-log dd')].map((element) => element.textContent)")
@@ -113,7 +114,7 @@ def test_answer_shows_metrics_and_is_not_rendered_as_html(page, serve):
     assert metrics["cost"].startswith("$0.00")
     assert UNKNOWN not in values
     page.click("#playground-new")
-    assert page.run(TURNS) == []
+    assert page.run(MESSAGES) == []
 
 
 def test_differences_between_two_answers_are_marked(page, serve):
@@ -138,7 +139,7 @@ def test_differences_between_two_answers_are_marked(page, serve):
 def test_colour_scheme_follows_the_system_until_changed(page, serve, scheme):
     page.set_screen(scheme=scheme)
     open_page(page, serve().url)
-    brightness = (
+    brightness = (  # the sum of the red, green and blue channels, at most 765
         "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).reduce((sum, channel) => sum + +channel, 0)"
     )
     assert (page.run(brightness) > 380) == (scheme == "light")
@@ -168,11 +169,11 @@ def test_page_fits_a_phone_without_horizontal_scrolling(page, serve):
     compare(page, "differ")
     page.wait_for_text("compare-verdict", "differ")
     assert page.run("document.documentElement.scrollWidth") == 360
-    outside = (
+    overflowing_elements = (
         "[...document.querySelectorAll('main *')].filter((element) => !element.closest('.scroll, .unseen, .segments')"
         " && element.getBoundingClientRect().right > 360).map((element) => element.outerHTML.slice(0, 80))"
     )
-    assert page.run(outside) == []
+    assert page.run(overflowing_elements) == []
     heights = "[...document.querySelectorAll('main button, main select')].map((element) => element.offsetHeight)"
     assert min(page.run(heights)) >= 40
 
@@ -199,12 +200,12 @@ def test_page_can_be_used_with_the_keyboard(page, serve):
     )
     assert page.run(unlabelled) == []
     active = "document.activeElement"
-    shown = f"{active}.matches('.segments input') ? {active}.nextElementSibling : {active}"
+    outlined = f"{active}.matches('.segments input') ? {active}.nextElementSibling : {active}"
     for _ in range(40):
         page.press("Tab")
         if page.run("document.activeElement === document.body"):
             break
-        outline = page.run(f"getComputedStyle({shown}).outlineStyle")
+        outline = page.run(f"getComputedStyle({outlined}).outlineStyle")
         assert outline != "none", page.run("document.activeElement.outerHTML.slice(0, 120)")
     else:
         raise AssertionError("the focus did not leave the page after 40 tabs")
@@ -234,7 +235,7 @@ def test_key_is_requested_and_stored_only_for_the_tab(page, serve):
 
 
 def test_errors_are_shown_where_they_occur(page, serve):
-    key, record = new_key("slow", requests_per_min=3)
+    key, record = new_key("bob", requests_per_min=3)  # one for the list of models, and two chats
     server = serve(requires_key=True, fixed_keys=(record,))
     page.open(server.url)
     page.wait("document.getElementById('key-dialog').open")
@@ -296,15 +297,16 @@ def test_monthly_spending_is_shown_by_day_and_key(page, serve):
     assert page.text("spend-total") == UNKNOWN, "the spending was requested before its section was visible"
     page.run("document.getElementById('spend').scrollIntoView()")
     page.wait_for_text("spend-state", "UTC days")
-    names = "[...document.querySelectorAll('#spend-rows th')].map((name) => name.textContent)"
-    assert sorted(page.run(names)) == ["local", "no key"]
+    row_names = "[...document.querySelectorAll('#spend-rows th')].map((name) => name.textContent)"
+    assert sorted(page.run(row_names)) == ["local", "no key"]
     sums = [float(page.text(f"spend-{kind}").lstrip("$")) for kind in ("attributed", "overhead", "lost", "total")]
     assert sum(sums[:3]) == pytest.approx(sums[3], rel=0.01)
     assert "overhead (loading, idle) $" in page.run(
         "document.querySelector('#spend-chart svg').getAttribute('aria-label')"
     )
     page.click("#spend-form input[value='model']")
-    page.wait(f"JSON.stringify({names}.sort()) === JSON.stringify(['{MODEL_WITHOUT_DRAFTER}', '{MODEL_WITH_DRAFTER}'])")
+    models = f"['{MODEL_WITHOUT_DRAFTER}', '{MODEL_WITH_DRAFTER}']"
+    page.wait(f"JSON.stringify({row_names}.sort()) === JSON.stringify({models})")
 
 
 def test_budgets_show_spent_remaining_and_renewal_date(page, serve):
@@ -314,7 +316,7 @@ def test_budgets_show_spent_remaining_and_renewal_date(page, serve):
     open_page(page, serve(num_requests=3).url)
     page.run("document.getElementById('spend').scrollIntoView()")
     page.wait_for_text("spend-state", "UTC days")
-    assert page.run("document.getElementById('budgets').hidden"), "no budgets are set"
+    assert page.run("document.getElementById('budgets').hidden"), "budgets are shown although none are set"
 
     key = KeyRecord(name=LOCAL_NAME, sha256="0" * 64, budget_usd=5.0)
     endpoint = serve(num_requests=3, budgets=(key,))
@@ -327,7 +329,7 @@ def test_budgets_show_spent_remaining_and_renewal_date(page, serve):
     assert tag[:5] == ["tag team=search", "$20.00", "$0", "$20.00", "0\u00a0%"]
     assert re.fullmatch(r"\d{4}-\d{2}-01", tag[5])
     assert (local[0], local[1], local[5]) == ("key local", "$5.00", "never")
-    assert local[2] not in ("$0", UNKNOWN), "requests made before the page was opened count"
+    assert local[2] not in ("$0", UNKNOWN), "requests made before the page was opened are not counted"
 
 
 def test_fake_engine_is_stated_next_to_every_cost(page, serve):

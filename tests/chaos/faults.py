@@ -1,6 +1,6 @@
-"""Faults without kills: a full disk, a read-only output, two drivers, a driver that hangs, clock jumps.
+"""Faults other than crashes: a full disk, a read-only output, two drivers, a driver that hangs, clock jumps.
 
-Each scene uses the fake engine, on the local clusters of its drivers. A scene that needs its own file system runs in a
+Each driver runs the fake engine in its own local Ray cluster. A scene that needs its own file system runs in a
 user and mount namespace, which does not need root. If namespaces are forbidden, the scene is skipped.
 """
 
@@ -48,10 +48,10 @@ class Scene:
             time.sleep(0.05)
         self.expect(len(self.run.committed()) >= count, f"no {count} units were committed: {driver.last_message()}")
 
-    def expect_end(self, driver: Driver, code: int, text: str) -> None:
-        result = driver.wait(_TIMEOUT_S)
-        self.facts.append(f"exit code {result}: {driver.last_message()}")
-        self.expect(result == code, f"a driver ended with {result} instead of {code}: {driver.last_message()}")
+    def expect_exit(self, driver: Driver, code: int, text: str) -> None:
+        exit_code = driver.wait(_TIMEOUT_S)
+        self.facts.append(f"exit code {exit_code}: {driver.last_message()}")
+        self.expect(exit_code == code, f"a driver ended with {exit_code} instead of {code}: {driver.last_message()}")
         self.expect(text in driver.read_output(), f"a driver did not print {text!r}: {driver.last_message()}")
         self.expect("Traceback" not in driver.read_output(), "a driver printed a traceback")
 
@@ -61,7 +61,7 @@ class Scene:
 
     def finish(self, environment: dict[str, str] | None = None) -> None:
         """Finish the run with the same command, and audit it."""
-        self.expect_end(self.start(environment), 0, "report:")
+        self.expect_exit(self.start(environment), 0, "report:")
         self.audit()
 
     def audit(self) -> None:
@@ -70,14 +70,14 @@ class Scene:
             self.problems += result.problems
             self.facts.append(f"{result.num_rows} rows, lost {result.num_lost}, doubled {result.num_doubled}")
 
-    def end(self) -> None:
-        """Kill remaining drivers."""
+    def kill_drivers(self) -> None:
+        """Kill the drivers that are still running."""
         for driver in self._drivers:
             driver.end()
 
 
 def full_disk(folder: Path) -> Scene:
-    """The disk fills up while units are committed. With space again, the same command finishes the run."""
+    """The disk fills up while units are committed. Once there is space again, the same command finishes the run."""
     scene = Scene(folder)
     with _mounted(scene.job.output, "-t", "tmpfs", "-o", "size=8m", "tmpfs"):
         driver = scene.start()
@@ -86,9 +86,9 @@ def full_disk(folder: Path) -> Scene:
         with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
             while True:
                 file.write(bytes(4096))
-        scene.expect_end(driver, 1, "No space left on device")
+        scene.expect_exit(driver, 1, "No space left on device")
         units_before = scene.run.committed()
-        scene.expect_end(scene.start(), 2, "No space left on device")
+        scene.expect_exit(scene.start(), 2, "No space left on device")
         scene.expect(scene.run.committed() == units_before, "committed units changed while the disk was full")
         filler.unlink()
         scene.finish()
@@ -100,13 +100,13 @@ def read_only_output(folder: Path) -> Scene:
     scene = Scene(folder)
     output = scene.job.output
     with _mounted(output, "-t", "tmpfs", "-o", "ro", "tmpfs"):
-        scene.expect_end(scene.start(), 2, "cannot be written")
+        scene.expect_exit(scene.start(), 2, "cannot be written")
     scene.run.data.mkdir(parents=True)
     with _mounted(scene.run.data, "-t", "tmpfs", "tmpfs"):
         driver = scene.start()
         scene.wait_for_units(driver, 3)
         _remount(scene.run.data, "ro")
-        scene.expect_end(driver, 1, "Read-only file system")
+        scene.expect_exit(driver, 1, "Read-only file system")
         _remount(scene.run.data, "rw")
         scene.finish()
     return scene
@@ -134,13 +134,13 @@ def hanging_driver(folder: Path) -> Scene:
     scene.wait_for_units(first, 3)
     os.kill(first.pid, signal.SIGSTOP)
     second = scene.start()
-    sessions = len(scene.run.sessions())
+    num_sessions = len(scene.run.sessions())
     deadline = time.monotonic() + _TIMEOUT_S
-    while len(scene.run.sessions()) == sessions and second.exit_code() is None and time.monotonic() < deadline:
+    while len(scene.run.sessions()) == num_sessions and second.exit_code() is None and time.monotonic() < deadline:
         time.sleep(0.1)
     os.kill(first.pid, signal.SIGCONT)
-    scene.expect_end(first, 1, "was taken over by another driver")
-    scene.expect_end(second, 0, "report:")
+    scene.expect_exit(first, 1, "was taken over by another driver")
+    scene.expect_exit(second, 0, "report:")
     scene.audit()
     return scene
 
@@ -148,8 +148,8 @@ def hanging_driver(folder: Path) -> Scene:
 def jumping_clock(folder: Path) -> Scene:
     """The wall clock jumps by up to two hours every two seconds; the driver is killed and restarted."""
     scene = Scene(folder)
-    path = f"{ROOT / 'tests' / 'chaos' / 'jumping_clock'}{os.pathsep}{ROOT}"
-    environment = {**os.environ, "PYTHONPATH": path}
+    python_path = f"{ROOT / 'tests' / 'chaos' / 'jumping_clock'}{os.pathsep}{ROOT}"
+    environment = {**os.environ, "PYTHONPATH": python_path}
     started_at = time.time()
     driver = scene.start(environment)
     scene.wait_for_units(driver, 3)
@@ -158,7 +158,7 @@ def jumping_clock(folder: Path) -> Scene:
     starts = [session.started_at for session in scene.run.sessions()]
     scene.expect(any(start < started_at or start > time.time() for start in starts), "no clock jumped")
     offsets_s = ", ".join(f"{start - started_at:.0f}" for start in starts)
-    scene.facts.append(f"seconds from the start of the scene to the start of engines, by their clocks: {offsets_s}")
+    scene.facts.append(f"seconds from the scene's start to the start of each engine, by the jumping clock: {offsets_s}")
     return scene
 
 
@@ -179,13 +179,13 @@ def inject(name: str, folder: Path) -> dict[str, Any]:
     if name in _NEED_MOUNTS and (reason := _namespace_error()):
         return {"fault": name, "what": description, "skipped": reason, "facts": [], "problems": []}
     prefix = _NAMESPACE if name in _NEED_MOUNTS else []
-    result = folder / "outcome.json"
-    command = [*prefix, sys.executable, "-m", "tests.chaos.faults", name, str(folder), str(result)]
+    result_file = folder / "outcome.json"
+    command = [*prefix, sys.executable, "-m", "tests.chaos.faults", name, str(folder), str(result_file)]
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    if not result.exists():
+    if not result_file.exists():
         problem = f"the scene crashed: {process.stderr[-2000:]}"
         return {"fault": name, "what": description, "facts": [], "problems": [problem]}
-    return {"fault": name, "what": description, **json.loads(result.read_text())}
+    return {"fault": name, "what": description, **json.loads(result_file.read_text())}
 
 
 def _namespace_error() -> str:
@@ -217,10 +217,10 @@ def _remount(folder: Path, mode: str) -> None:
         time.sleep(0.01)
 
 
-def _main(name: str, folder: Path, result: Path) -> None:
+def _main(name: str, folder: Path, result_file: Path) -> None:
     scene = FAULTS[name](folder)
-    scene.end()
-    result.write_text(json.dumps({"facts": scene.facts, "problems": scene.problems}))
+    scene.kill_drivers()
+    result_file.write_text(json.dumps({"facts": scene.facts, "problems": scene.problems}))
 
 
 if __name__ == "__main__":

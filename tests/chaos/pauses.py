@@ -44,7 +44,7 @@ _FLAGS = (
 )  # fmt: skip
 _RETRY = "--retry-failed"
 _STOPPED_AT = 35  # a step between the commits of the first and the last unit on disk; on S3, a third of this
-_MAX_STEPS = 400
+_MAX_STEPS = 400  # more than a run has
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ SCENES = {
     "start": Scene(initial_state="nothing", flags=((), ("--rows-per-unit", "3"))),  # each driver makes its own plan
     "continue": Scene(initial_state="killed"),
     "retry": Scene(initial_state="finished", flags=((_RETRY,), (_RETRY,))),
-    "retry-alone": Scene(initial_state="finished", flags=((_RETRY,), ())),
+    "retry-alone": Scene(initial_state="finished", flags=((_RETRY,), ())),  # only the first driver retries
     "finish": Scene(initial_state="finished"),
     "renewals": Scene(initial_state="nothing", at_renewals=True),
 }
@@ -110,7 +110,7 @@ class Stage:
         """Play the scene once per step, until the run has fewer steps."""
         plays = Plays(scene=name)
         for step in steps:
-            if not self._play(plays, [(frozenset({step}), 0), (frozenset(), 1)]):
+            if not self._play(plays, [frozenset({step}), frozenset()]):
                 break
         return plays
 
@@ -118,29 +118,29 @@ class Stage:
         """Play the scene with both drivers stopped at several steps and resumed in turns."""
         plays = Plays(scene=f"{name}, crossed")
         for _ in range(num_plays):
-            stops_by_driver = [(frozenset(rng.sample(range(1, num_steps), 4)), number) for number in range(2)]
-            self._play(plays, stops_by_driver)
+            steps_by_driver = [frozenset(rng.sample(range(1, num_steps), 4)) for _ in range(2)]
+            self._play(plays, steps_by_driver)
         return plays
 
-    def _play(self, plays: Plays, stops_by_driver: list[tuple[frozenset[int], int]]) -> bool:
-        """Play once, with the steps and the number of each driver. Return whether a driver was stopped."""
+    def _play(self, plays: Plays, steps_by_driver: list[frozenset[int]]) -> bool:
+        """Play once and stop each driver at its steps. Return whether a driver was stopped."""
         scene, number = SCENES[plays.scene.partition(",")[0]], next(self._numbers)
         folder = self._folder / f"play-{number:04d}"
         folder.mkdir()
         output = f"{self._bucket}/play-{number:04d}" if self._bucket else str(folder / "run")
         self._prepare(scene, output, folder)
         under = f"/play-{number:04d}" if self._bucket else output
-        steps, drivers = folder / "steps", []
-        refused = _REFUSED_ROWS if scene.initial_state != "finished" else frozenset({1})
-        for step_numbers, index in stops_by_driver:
+        log, drivers = folder / "steps", []
+        refused = _REFUSED_ROWS if scene.initial_state != "finished" else frozenset({1})  # row 6 can be retried
+        for index, step_numbers in enumerate(steps_by_driver):
             stops = None
             if step_numbers:
-                stops = Steps(at=step_numbers, under=under, log=steps, at_renewals=scene.at_renewals)
+                stops = Steps(at=step_numbers, under=under, log=log, at_renewals=scene.at_renewals)
             arguments = (*self._command(output), *scene.flags[index])
             drivers.append(Driver(arguments, folder / f"driver-{index}.log", steps=stops, refused=refused))
             drivers[-1].wait()
-        _take_turns(drivers)
-        stopped_at = steps.read_text().splitlines() if steps.exists() else []
+        _resume_in_turns(drivers)
+        stopped_at = log.read_text().splitlines() if log.exists() else []
         final_driver = Driver(self._command(output), folder / "last.log", refused=refused)
         final_driver.wait()
         play_name = f"{plays.scene}, stopped at {', '.join(stopped_at)} ({folder.name})"
@@ -173,7 +173,7 @@ class Stage:
         assert is_stopped == bool(at), driver.read_output()
 
 
-def _take_turns(drivers: list[Driver]) -> None:
+def _resume_in_turns(drivers: list[Driver]) -> None:
     """Resume stopped drivers in turns until all have ended."""
     for driver in itertools.cycle(drivers):
         if all(process.exit_code is not None for process in drivers):
@@ -187,7 +187,7 @@ _REFUSAL_MESSAGES = ("is in use by", "was taken over by another driver", "has pl
 
 
 def _exit_problems(drivers: list[Driver], final_driver: Driver) -> Iterator[str]:
-    """Check that each driver finished, or was refused because another driver is running."""
+    """Yield a problem unless each driver finished, or was refused because of another driver."""
     for driver in [*drivers, final_driver]:
         output = driver.read_output()
         if "Traceback" in output:
@@ -321,7 +321,7 @@ def main() -> int:
     parser.add_argument("result", type=Path)
     parser.add_argument("--every", type=int, default=1, help="stop at every Nth durable step; default 1")
     parser.add_argument("--first", type=int, help="first step; by default, a random one of the first EVERY steps")
-    parser.add_argument("--last", type=int, default=_MAX_STEPS, help="last step; by default, the last one of the run")
+    parser.add_argument("--last", type=int, default=_MAX_STEPS, help="last step; by default, the last step of the run")
     parser.add_argument("--crossed", type=int, default=0, help="number of crossed plays of each scene; default 0")
     parser.add_argument("--seed", type=int, default=1, help="seed of the random steps; default 1")
     parser.add_argument("--scenes", nargs="+", choices=list(SCENES), default=list(SCENES))

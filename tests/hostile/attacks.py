@@ -1,8 +1,8 @@
 """The attacks of a hostile key.
 
-An attack runs for a given time, as fast as its clients are answered. It counts HTTP statuses and records problems;
-`scenes.py` measures the effect on the neighbour. `integration/test_serve.py` has attacks on the prefix cache and with
-media.
+An attack runs for a given time, as fast as its clients get answers. It counts HTTP statuses and records problems.
+`scenes.py` measures the effect on the neighbour, a user of the same endpoint. `integration/test_serve.py` attacks the
+prefix cache, and sends media.
 """
 
 import asyncio
@@ -45,15 +45,15 @@ class AttackResult:
 
 
 Attack = Callable[[Tenants, float], Awaitable[AttackResult]]
-Judge = Callable[[httpx.Response], str | None]
-Send = Callable[[httpx.AsyncClient], Awaitable[httpx.Response]]
+Check = Callable[[httpx.Response], str | None]  # returns the problem of a response
+Sender = Callable[[httpx.AsyncClient], Awaitable[httpx.Response]]
 
 
 async def _hammer(
-    tenants: Tenants, key: str, sends: list[Send], seconds: float, *, judge: Judge, num_clients: int = 4
+    tenants: Tenants, key: str, senders: list[Sender], seconds: float, *, check: Check, num_clients: int = 4
 ) -> AttackResult:
-    """Send these requests repeatedly, in turn, from several clients."""
-    result, ends_at, turns = AttackResult(), time.monotonic() + seconds, cycle(sends)
+    """Call the senders repeatedly, in turn, from several clients."""
+    result, ends_at, turns = AttackResult(), time.monotonic() + seconds, cycle(senders)
 
     async def send_repeatedly() -> None:
         async with tenants.client(key) as http:
@@ -63,23 +63,23 @@ async def _hammer(
                 except httpx.HTTPError as error:
                     result.statuses[type(error).__name__] += 1
                 else:
-                    _count(result, response, judge)
+                    _count(result, response, check)
                 await asyncio.sleep(_PAUSE_S)
 
     await asyncio.gather(*(send_repeatedly() for _ in range(num_clients)))
     return result
 
 
-def _count(result: AttackResult, response: httpx.Response, judge: Judge) -> None:
+def _count(result: AttackResult, response: httpx.Response, check: Check) -> None:
     result.statuses[response.status_code] += 1
-    problem = judge(response)
+    problem = check(response)
     if response.status_code >= 500 and response.status_code not in _ALLOWED_5XX:
         problem = f"{response.status_code}: {response.text[:200]}"
     if problem:
         result.note(problem)
 
 
-def _post(path: str, body: Any) -> Send:
+def _post_sender(path: str, body: Any) -> Sender:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
 
     async def send(http: httpx.AsyncClient) -> httpx.Response:
@@ -94,7 +94,7 @@ def _chat(tenants: Tenants, text: str = "attack", **fields: Any) -> dict[str, An
     return {"model": tenants.model, "messages": messages, "max_tokens": 8, "temperature": 0, **fields}
 
 
-def _never_answered(response: httpx.Response) -> str | None:
+def _expect_refusal(response: httpx.Response) -> str | None:
     return f"answered: {response.url.raw_path.decode()}" if response.status_code == 200 else None
 
 
@@ -104,8 +104,11 @@ def _accept_any(_: httpx.Response) -> None:
 
 async def normal_requests(tenants: Tenants, seconds: float) -> AttackResult:
     """Send normal requests, like the neighbour; this shows the effect of sharing an engine without an attack."""
-    sends = [_post(CHAT, _chat(tenants, f"another client, request {n}", max_tokens=tenants.tokens)) for n in range(500)]
-    return await _hammer(tenants, ATTACKER, sends, seconds, judge=_accept_any, num_clients=PARALLEL_REQUESTS)
+    senders = [
+        _post_sender(CHAT, _chat(tenants, f"another client, request {n}", max_tokens=tenants.tokens))
+        for n in range(500)
+    ]
+    return await _hammer(tenants, ATTACKER, senders, seconds, check=_accept_any, num_clients=PARALLEL_REQUESTS)
 
 
 # --- rules of a key
@@ -133,10 +136,10 @@ async def paths(tenants: Tenants, seconds: float) -> AttackResult:
     chats += ["/V1/Chat/Completions", "/v1/chat%2Fcompletions", "/v1/%63hat/completions"]
     chat, completion = _chat(tenants), {"model": tenants.model, "prompt": "attack", "max_tokens": 8}
     bodies = {CHAT: chat, COMPLETIONS: completion, BATCHES: chat}
-    sends = [_post(f"{path}{suffix}", body) for path, body in bodies.items() for suffix in suffixes]
-    sends += [_post(path, chat) for path in chats]
-    sends += [_post(f"{CHAT}%0A", _chat(tenants, "x" * 20 * _MIB))]
-    return await _hammer(tenants, RESTRICTED, sends, seconds, judge=_never_answered)
+    senders = [_post_sender(f"{path}{suffix}", body) for path, body in bodies.items() for suffix in suffixes]
+    senders += [_post_sender(path, chat) for path in chats]
+    senders += [_post_sender(f"{CHAT}%0A", _chat(tenants, "x" * 20 * _MIB))]
+    return await _hammer(tenants, RESTRICTED, senders, seconds, check=_expect_refusal)
 
 
 async def headers(tenants: Tenants, seconds: float) -> AttackResult:
@@ -153,21 +156,21 @@ async def headers(tenants: Tenants, seconds: float) -> AttackResult:
     async def chat(http: httpx.AsyncClient) -> httpx.Response:
         return await http.post(CHAT, json=_chat(tenants), headers=forged)
 
-    def judge(response: httpx.Response) -> str | None:
+    def check(response: httpx.Response) -> str | None:
         is_cost = response.status_code == 200 and response.url.path == "/v1/cost"
         return "sees the cost of every key" if is_cost and "by_key" in response.json() else None
 
-    return await _hammer(tenants, ATTACKER, [cost, chat], seconds, judge=judge, num_clients=2)
+    return await _hammer(tenants, ATTACKER, [cost, chat], seconds, check=check, num_clients=2)
 
 
 async def budget(tenants: Tenants, seconds: float) -> AttackResult:
     """Send sixty concurrent requests on a budget smaller than the cost of one."""
     result = AttackResult()
     async with tenants.client(POOR) as http:
-        began = time.monotonic()
-        while time.monotonic() < began + seconds:
-            sent = [http.post(CHAT, json=_chat(tenants, f"poor {number}")) for number in range(60)]
-            for response in await asyncio.gather(*sent):
+        started_at = time.monotonic()
+        while time.monotonic() < started_at + seconds:
+            posts = [http.post(CHAT, json=_chat(tenants, f"poor {number}")) for number in range(60)]
+            for response in await asyncio.gather(*posts):
                 _count(result, response, _accept_any)
             await asyncio.sleep(1.0)
     if result.statuses[200] > 1:
@@ -176,7 +179,7 @@ async def budget(tenants: Tenants, seconds: float) -> AttackResult:
 
 
 async def parallel(tenants: Tenants, seconds: float) -> AttackResult:
-    """Send forty concurrent long streams with a key that may have only a few."""
+    """Send forty concurrent long streams with a key that allows only a few."""
     result, running, peak = AttackResult(), 0, 0
 
     async def stream(number: int) -> None:
@@ -205,7 +208,7 @@ async def parallel(tenants: Tenants, seconds: float) -> AttackResult:
 async def refusals(tenants: Tenants, seconds: float) -> AttackResult:
     """Send bodies of 1 MiB that are refused: a wrong model, deep nesting, broken JSON.
 
-    They must count toward the rate limit, and the errors must be short.
+    These requests must count toward the rate limit, and their errors must be short.
     """
     name = "m" * (_MIB - 200)
     bodies: list[Any] = [
@@ -213,14 +216,15 @@ async def refusals(tenants: Tenants, seconds: float) -> AttackResult:
         b'{"a":' * (_MIB // 6), b'{"model": "' + b"\\u0041" * 170_000 + b'"}', b"[" + b"1," * (_MIB // 2 - 10) + b"1]",
     ]  # fmt: skip
 
-    def judge(response: httpx.Response) -> str | None:
+    def check(response: httpx.Response) -> str | None:
         if response.status_code == 200:
             return "answered"
         is_long = len(response.content) > _MAX_REFUSAL_BYTES
         return f"a refusal of {len(response.content)} bytes" if is_long else None
 
-    result = await _hammer(tenants, ATTACKER, [_post(CHAT, body) for body in bodies], seconds, judge=judge)
-    if sum(result.statuses.values()) > 1.2 * REQUESTS_PER_MIN * max(1.0, seconds / 60) and not result.statuses[429]:
+    result = await _hammer(tenants, ATTACKER, [_post_sender(CHAT, body) for body in bodies], seconds, check=check)
+    max_requests = 1.2 * REQUESTS_PER_MIN * max(1.0, seconds / 60)  # 20 % above the rate limit
+    if sum(result.statuses.values()) > max_requests and not result.statuses[429]:
         result.note("refused requests do not count toward the rate limit")
     return result
 
@@ -228,7 +232,8 @@ async def refusals(tenants: Tenants, seconds: float) -> AttackResult:
 # --- requests that reach an engine
 
 
-def _constraints() -> Iterator[dict[str, Any]]:
+def _slow_constraints() -> Iterator[dict[str, Any]]:
+    """Yield request fields that take long to compile or render."""
     optional = {f"p{number}": {"type": "string"} for number in range(3000)}
     nested: dict[str, Any] = {"type": "string"}
     for _ in range(60):
@@ -264,9 +269,9 @@ def _constraints() -> Iterator[dict[str, Any]]:
 
 
 async def schemas(tenants: Tenants, seconds: float) -> AttackResult:
-    """Send schemas, expressions, grammars and templates that take long to compile or render."""
-    sends = [_post(CHAT, _chat(tenants, **fields)) for fields in _constraints()]
-    return await _hammer(tenants, ATTACKER, sends, seconds, judge=_accept_any)
+    """Send slow JSON schemas, regular expressions, grammars and chat templates."""
+    senders = [_post_sender(CHAT, _chat(tenants, **fields)) for fields in _slow_constraints()]
+    return await _hammer(tenants, ATTACKER, senders, seconds, check=_accept_any)
 
 
 async def answers(tenants: Tenants, seconds: float) -> AttackResult:
@@ -278,8 +283,8 @@ async def answers(tenants: Tenants, seconds: float) -> AttackResult:
         {"prompt": prompt, "max_tokens": 100, "n": 100, "logprobs": 20},
         {"prompt": [[1] * 500] * 120, "max_tokens": 1, "prompt_logprobs": 5, "return_token_ids": True},
     ]
-    sends = [_post(COMPLETIONS, {"model": tenants.model, **body}) for body in bodies]
-    return await _hammer(tenants, ATTACKER, sends, seconds, judge=_accept_any, num_clients=2)
+    senders = [_post_sender(COMPLETIONS, {"model": tenants.model, **body}) for body in bodies]
+    return await _hammer(tenants, ATTACKER, senders, seconds, check=_accept_any, num_clients=2)
 
 
 # --- connections, files, batches
@@ -303,9 +308,9 @@ async def downloads(tenants: Tenants, seconds: float) -> AttackResult:
             f"GET {FILES}/{file_id}/content HTTP/1.1\r\nhost: localhost\r\n"
             f"authorization: Bearer {tenants.keys[ATTACKER]}\r\n\r\n"
         )
-        sockets = [await _send_raw(tenants, request.encode()) for _ in range(_NUM_READERS)]
+        writers = [await _send_raw(tenants, request.encode()) for _ in range(_NUM_READERS)]
         await asyncio.sleep(seconds)
-        for writer in sockets:
+        for writer in writers:
             writer.close()
         _count(result, await http.delete(f"{FILES}/{file_id}"), _accept_any)
     return result
@@ -314,10 +319,11 @@ async def downloads(tenants: Tenants, seconds: float) -> AttackResult:
 async def connections(tenants: Tenants, seconds: float) -> AttackResult:
     """Open connections that send half a header, and send requests with an invalid key."""
     half_request = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nx-a: "
-    sockets = [await _send_raw(tenants, half_request) for _ in range(200)]
+    writers = [await _send_raw(tenants, half_request) for _ in range(200)]
     without_valid_key = replace(tenants, keys={**tenants.keys, ATTACKER: "pk-nobody"})
-    result = await _hammer(without_valid_key, ATTACKER, [_post(CHAT, _chat(tenants))], seconds, judge=_never_answered)
-    for writer in sockets:
+    senders = [_post_sender(CHAT, _chat(tenants))]
+    result = await _hammer(without_valid_key, ATTACKER, senders, seconds, check=_expect_refusal)
+    for writer in writers:
         writer.close()
     return result
 
@@ -328,13 +334,13 @@ async def batches(tenants: Tenants, seconds: float) -> AttackResult:
     batch_fields = {"endpoint": CHAT, "completion_window": "24h"}
 
     async def upload(http: httpx.AsyncClient) -> str:
-        sent = await http.post(FILES, files={"file": ("b.jsonl", json.dumps(line).encode())}, data={"purpose": "batch"})
-        sent.raise_for_status()
-        return str(sent.json()["id"])
+        file = ("b.jsonl", json.dumps(line).encode())
+        response = await http.post(FILES, files={"file": file}, data={"purpose": "batch"})
+        return str(response.raise_for_status().json()["id"])
 
     async with tenants.client(ATTACKER) as http:
         body = {**batch_fields, "input_file_id": await upload(http)}
-    result = await _hammer(tenants, ATTACKER, [_post(BATCHES, body)], seconds, judge=_accept_any, num_clients=8)
+    result = await _hammer(tenants, ATTACKER, [_post_sender(BATCHES, body)], seconds, check=_accept_any, num_clients=8)
     async with tenants.client(NEIGHBOUR) as http:
         response = await http.post(BATCHES, json={**batch_fields, "input_file_id": await upload(http)})
         if response.status_code != 200:
@@ -343,6 +349,7 @@ async def batches(tenants: Tenants, seconds: float) -> AttackResult:
 
 
 async def _send_raw(tenants: Tenants, data: bytes) -> asyncio.StreamWriter:
+    """Open a connection, send these bytes, and return the connection's writer."""
     host, port = tenants.url.removeprefix("http://").split(":")
     # The limit keeps unread bytes in the endpoint instead of this process.
     reader, writer = await asyncio.open_connection(host, int(port), limit=1)

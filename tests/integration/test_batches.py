@@ -34,7 +34,7 @@ WAIT_S = 120
 class Endpoint:
     """A server with the batch routes behind the gate, in this process."""
 
-    def __init__(self, folder, keys):
+    def __init__(self, folder, key_file):
         placement = Placement(num_cpus=1, num_gpus=0, num_devices=1, device="vcpu", num_engines_on_node=2)
         config = {"engine": "fake", "fake": {"token_s": 0.03}, "max_num_seqs": 2, "usd_per_hour": 1, "heartbeat_s": 0.5}
         batch_model = BatchModel(
@@ -48,7 +48,7 @@ class Endpoint:
         self.batches = routes.batches = Batches(self.settings, Runner(), spent_usd=lambda key: 0.0)
         app = guarded_app()
         install_error_handlers(app)
-        gate = GateSettings(models=(MODEL,), ledger=self.settings.ledger, key_file=keys, body_timeout_s=60)
+        gate = GateSettings(models=(MODEL,), ledger=self.settings.ledger, key_file=key_file, body_timeout_s=60)
         app.add_middleware(Gate, settings=gate, routes=tuple(ROUTES.values()))
         for name, route in ROUTES.items():
             route(app)(getattr(routes, name))
@@ -73,7 +73,7 @@ def keys(tmp_path):
 
 
 @pytest.fixture
-def start(tmp_path, keys):
+def start_endpoint(tmp_path, keys):
     """Return a function that starts an endpoint, which is closed after the test."""
     endpoints = []
 
@@ -99,7 +99,7 @@ def create_batch(client, requests):
     )
 
 
-def wait(client, batch, condition):
+def wait_until(client, batch, condition):
     deadline = time.monotonic() + WAIT_S
     while not condition(result := client.batches.retrieve(batch.id)):
         assert time.monotonic() < deadline, result
@@ -111,33 +111,34 @@ def lines_of(client, file_id):
     return [json.loads(line) for line in client.files.content(file_id).text.splitlines()]
 
 
-def test_batch_continues_after_a_restart_and_can_be_cancelled(start, keys, tmp_path):
-    first = start()
+def test_batch_continues_after_a_restart_and_can_be_cancelled(start_endpoint, keys, tmp_path):
+    first = start_endpoint()
     with openai.OpenAI(base_url=first.url, api_key=keys["alice"], max_retries=0) as client:
-        batch = create_batch(client, [*(request(n) for n in range(40)), request(40, prompt_logprobs=1)])
+        invalid_request = request(40, prompt_logprobs=1)
+        batch = create_batch(client, [*(request(n) for n in range(40)), invalid_request])
         assert (batch.status, batch.metadata) == ("validating", {"suite": "test"})
-        wait(client, batch, lambda result: result.request_counts.completed > 0)
+        wait_until(client, batch, lambda result: result.request_counts.completed > 0)
     first.close()
 
-    second = start()
+    second = start_endpoint()
     with openai.OpenAI(base_url=second.url, api_key=keys["alice"], max_retries=0) as client:
         check_completed(client, batch, RunDirectory(second.batches.store.run_path(batch.id)))
         cancelled = check_cancelled(client)
         assert [listed.id for listed in client.batches.list()] == [cancelled.id, batch.id]
         check_prompts_are_deleted(client, (batch, cancelled), tmp_path)
     with openai.OpenAI(base_url=second.url, api_key=keys["bob"], max_retries=0) as stranger:
-        check_hidden(stranger, batch)
+        check_batch_is_hidden(stranger, batch)
     charges = RequestReader(tmp_path / "ledger").new()
     assert {charge.request_id: charge.outcome for charge in charges} == {batch.id: "ok", cancelled.id: "cut"}
     assert all(charge.key == "alice" and charge.model == "m" and charge.usd > 0 for charge in charges)
 
 
-def test_validations_share_one_process(start, keys):
+def test_validations_share_one_process(start_endpoint, keys):
     earlier_actors, actors = batch_actors(), set()
-    with openai.OpenAI(base_url=start().url, api_key=keys["alice"], max_retries=0) as client:
+    with openai.OpenAI(base_url=start_endpoint().url, api_key=keys["alice"], max_retries=0) as client:
         for number in range(4):
-            batch = create_batch(client, [request(number, model="nobody")])
-            wait(client, batch, lambda result: result.status == "failed")
+            batch = create_batch(client, [request(number, model="unknown")])
+            wait_until(client, batch, lambda result: result.status == "failed")
             actors |= batch_actors()
     assert len(actors - earlier_actors) == 1
 
@@ -147,23 +148,25 @@ def batch_actors():
 
 
 def check_completed(client, batch, run):
-    done = wait(client, batch, lambda result: result.status == "completed")
-    assert (done.request_counts.total, done.request_counts.completed, done.request_counts.failed) == (41, 40, 1)
-    assert done.created_at <= done.in_progress_at <= done.finalizing_at <= done.completed_at
-    assert read_lease(run.root).number == 2
-    answers = lines_of(client, done.output_file_id)
+    completed = wait_until(client, batch, lambda result: result.status == "completed")
+    counts = completed.request_counts
+    assert (counts.total, counts.completed, counts.failed) == (41, 40, 1)
+    assert completed.created_at <= completed.in_progress_at <= completed.finalizing_at <= completed.completed_at
+    assert read_lease(run.root).number == 2  # the second endpoint continued the run
+    answers = lines_of(client, completed.output_file_id)
     assert [line["custom_id"] for line in answers] == [f"r{n}" for n in range(40)]
     bodies = [ChatCompletion.model_validate(line["response"]["body"]) for line in answers]
     assert all(body.choices[0].message.content for body in bodies)
     assert {body.model for body in bodies} == {"m"}
-    assert done.usage.output_tokens == sum(body.usage.completion_tokens for body in bodies)
-    (error,) = lines_of(client, done.error_file_id)
+    assert completed.usage.output_tokens == sum(body.usage.completion_tokens for body in bodies)
+    (error,) = lines_of(client, completed.error_file_id)
     assert (error["custom_id"], error["response"]["status_code"]) == ("r40", 400)
-    assert {file.id for file in client.files.list(purpose="batch_output")} == {done.output_file_id, done.error_file_id}
-    client.files.delete(done.output_file_id)
+    output_ids = {file.id for file in client.files.list(purpose="batch_output")}
+    assert output_ids == {completed.output_file_id, completed.error_file_id}
+    client.files.delete(completed.output_file_id)
     assert not list(run.data.iterdir())
     with pytest.raises(openai.NotFoundError):
-        client.files.content(done.output_file_id)
+        client.files.content(completed.output_file_id)
 
 
 def check_prompts_are_deleted(client, batches, folder):
@@ -179,11 +182,11 @@ def check_prompts_are_deleted(client, batches, folder):
 
 def check_cancelled(client):
     batch = create_batch(client, (request(n) for n in range(400)))
-    wait(client, batch, lambda result: result.request_counts.completed > 0)
+    wait_until(client, batch, lambda result: result.request_counts.completed > 0)
     with pytest.raises(openai.BadRequestError, match="has not ended"):
         client.files.delete(batch.input_file_id)
     assert client.batches.cancel(batch.id).status == "cancelling"
-    ended = wait(client, batch, lambda result: result.status != "cancelling")
+    ended = wait_until(client, batch, lambda result: result.status != "cancelling")
     assert ended.status == "cancelled"
     answers, errors = lines_of(client, ended.output_file_id), lines_of(client, ended.error_file_id)
     assert {line["error"]["code"] for line in errors} == {"batch_cancelled"}
@@ -195,7 +198,7 @@ def check_cancelled(client):
     return ended
 
 
-def check_hidden(stranger, batch):
+def check_batch_is_hidden(stranger, batch):
     assert not stranger.batches.list().data
     assert not stranger.files.list().data
     for call in (stranger.batches.retrieve, stranger.batches.cancel):

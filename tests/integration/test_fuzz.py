@@ -1,4 +1,4 @@
-"""Fuzzing of every route from the OpenAPI schema, and slow, huge and invalid requests.
+"""Every route is fuzzed with cases from the OpenAPI schema, and gets slow, huge and invalid requests.
 
 The endpoint runs in this process (`tests/in_process.py`). It has a key without limits, and a key that may not use any
 engine. `make soak` also sends the schema's cases to `peagle serve` with vLLM. The cases are the same in each run.
@@ -20,7 +20,7 @@ from tests.in_process import Served, serve_in_process
 
 ALLOWED_5XX = (503, 504)
 NUM_CASES = {"positive": 25, "negative": 25}  # per route
-# mallory may not use any engine: the only model allowed does not exist.
+# mallory cannot reach an engine, because the only model that her key allows does not exist.
 KEYS = {
     "alice": {},
     "mallory": {"models": ["another"], "requests_per_min": 10_000, "output_tokens_per_min": 1, "budget_usd": 1e-9},
@@ -55,7 +55,7 @@ def vllm_endpoint(tmp_path_factory, embedded_target):
 
 @pytest.fixture(params=["endpoint", pytest.param("vllm_endpoint", marks=pytest.mark.soak)])
 def served(request):
-    """An endpoint with either engine."""
+    """An endpoint with the fake engine; in soak tests, also one with vLLM."""
     return request.getfixturevalue(request.param)
 
 
@@ -98,8 +98,8 @@ def problem_with(response):
 
 def test_schema_describes_request_bodies(http):
     paths = http.get("/openapi.json").json()["paths"]
-    with_body = {path for path, methods in paths.items() if "requestBody" in methods.get("post", {})}
-    assert with_body == {CHAT_URL, COMPLETIONS_URL, FILES_URL, "/v1/batches"}
+    paths_with_body = {path for path, methods in paths.items() if "requestBody" in methods.get("post", {})}
+    assert paths_with_body == {CHAT_URL, COMPLETIONS_URL, FILES_URL, "/v1/batches"}
 
 
 # Hypothesis warns if the state of `random` changes while a strategy draws. Here, other threads change it.
@@ -111,8 +111,8 @@ def test_schema_cases_cause_no_server_error(served, mode):
     from hypothesis import HealthCheck, Phase, given, settings
     from hypothesis.errors import Unsatisfiable
 
-    alice, mallory = ({"authorization": f"Bearer {served.keys[name]}"} for name in ("alice", "mallory"))
-    schema = schemathesis.openapi.from_url(f"{served.url}/openapi.json", headers=alice)
+    alice_headers, mallory_headers = ({"authorization": f"Bearer {served.keys[name]}"} for name in ("alice", "mallory"))
+    schema = schemathesis.openapi.from_url(f"{served.url}/openapi.json", headers=alice_headers)
     routes = [result.ok() for result in schema.get_all_operations()]
     assert {(route.method.upper(), route.path) for route in routes} >= {("POST", CHAT_URL), ("POST", FILES_URL)}
     problems = []
@@ -124,7 +124,7 @@ def test_schema_cases_cause_no_server_error(served, mode):
         )  # fmt: skip
         @given(case=route.as_strategy(generation_mode=schemathesis.GenerationMode(mode)))
         def send(case):
-            for headers in (alice, mallory):
+            for headers in (alice_headers, mallory_headers):
                 if problem := problem_with(case.call(base_url=served.url, headers=headers, timeout=30)):
                     problems.append(f"{case.method} {case.path} {case.body!r:.200}: {problem}")
 

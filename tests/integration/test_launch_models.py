@@ -1,12 +1,12 @@
-"""The model architectures for which P-EAGLE was announced, in vLLM's CPU engine, with tiny random weights.
+"""Tests of the model architectures for which P-EAGLE was announced, in vLLM's CPU engine, with tiny random weights.
 
 Targets have the real architectures of tests/rehearsal/shapes.py in small sizes. They cover the experts of Qwen3-Coder;
 the attention sinks, sliding windows, biases, experts and YaRN of gpt-oss; the two head sizes, sliding windows, and
 shared keys and values of Gemma 4; and Llama. Heads have the published layout: `ptd_token_id`, and their own embeddings
 and lm_head for the whole vocabulary.
 
-Everything is compared with Transformers in float32. The targets make a few tokens far likelier than the others, so that
-some drafts of an untrained head are accepted.
+Tokens, states and drafts are compared with Transformers in float32. The targets make a few tokens far likelier than the
+others, so that some drafts of an untrained head are accepted.
 """
 
 import json
@@ -37,10 +37,11 @@ AUX_LAYERS = (2, NUM_LAYERS // 2, NUM_LAYERS - 3)
 STD = 0.5  # of the weights: sharp attention makes texts and drafts vary
 NUM_BOOSTED_TOKENS, LM_HEAD_BOOST = 4, 8  # the factor applies to these tokens' rows of lm_head
 PROMPT_LENGTHS = (3, 6, 9, 14, 20, 27, 33, 40)  # tokens; the sliding windows have 8 tokens
-MAX_STATE_ERROR = 1e-4  # relative to the norm
+MAX_STATE_ERROR = 1e-4  # of hidden states, relative to their norm
+MIN_CONTEXTS = 80  # with fewer compared drafts, a test proves little
 
-_SIZES = {"hidden_size": 64, "num_layers": NUM_LAYERS, "vocab_size": VOCABULARY, "context_tokens": 512}
-_MORE_SIZES = {
+_CARD_SIZES = {"hidden_size": 64, "num_layers": NUM_LAYERS, "vocab_size": VOCABULARY, "context_tokens": 512}
+_COMMON_CONFIG = {
     "eos_token_id": VOCABULARY - 1,
     "head_dim": 32,
     "intermediate_size": 64,
@@ -65,15 +66,15 @@ _LLAMA = {
 pytestmark = pytest.mark.timeout(600)
 
 
-def _tiny(name):
+def _tiny_config(name):
     """Return the `config.json` of a target. It is not quantised, since the random weights are not MXFP4."""
     if name == "llama":
-        return _LLAMA | _MORE_SIZES
+        return _LLAMA | _COMMON_CONFIG
     card = load_catalog().get(name)
-    small = card.architecture.model_copy(update=_SIZES)
+    small = card.architecture.model_copy(update=_CARD_SIZES)
     config = target_config(card.model_copy(update={"architecture": small}))
     config.pop("quantization_config", None)
-    return config | _MORE_SIZES | _SIZES_OF_FAMILY[small.family]
+    return config | _COMMON_CONFIG | _SIZES_OF_FAMILY[small.family]
 
 
 @torch.no_grad()
@@ -96,7 +97,7 @@ def _write_target(config, folder):
 def _write_head(config, target, folder):
     """Write a random head in the published layout. Return it as a module of the training code."""
     published = head_config("peagle", config, in_speculators=False)
-    shape = HeadSpec(
+    spec = HeadSpec(
         aux_layers=AUX_LAYERS,
         # Published heads have 4. With only 6 sliding-window layers in this tiny gpt-oss, 4 layers would be split across
         # two KV-cache groups, and vLLM requires one.
@@ -106,7 +107,7 @@ def _write_head(config, target, folder):
         train_lm_head=True,
         train_embeddings=True,
     )
-    head = build_head(target, shape, DraftVocabulary(token_ids=tuple(range(VOCABULARY)), target_size=VOCABULARY))
+    head = build_head(target, spec, DraftVocabulary(token_ids=tuple(range(VOCABULARY)), target_size=VOCABULARY))
     generator = torch.Generator().manual_seed(1)
     for name, parameter in head.named_parameters():
         if name.startswith(("layers.", "fc.", "norm.", "mask_hidden")):
@@ -114,11 +115,11 @@ def _write_head(config, target, folder):
         parameter.copy_(parameter.bfloat16())  # round to bf16, as heads are saved
     save_head(head, folder, verifier="the target")
     layers = json.loads((folder / "config.json").read_text())["transformer_layer_config"]
-    tiny = {
+    layer_config = {
         name: value for name, value in layers.items() if name in published and name not in ("architectures", "dtype")
     }
     del published["rope_theta"]
-    write_json(folder, published | tiny | {"rope_parameters": layers["rope_parameters"]})
+    write_json(folder, published | layer_config | {"rope_parameters": layers["rope_parameters"]})
     return head.eval()
 
 
@@ -162,17 +163,17 @@ def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("launch")
     modules, jobs = {}, {}
     for name in MODELS:
-        config, target, head = _tiny(name), folder / name / "target", folder / name / "head"
+        config, target, head = _tiny_config(name), folder / name / "target", folder / name / "head"
         modules[name] = {"target": _write_target(config, target), "head": _write_head(config, target, head)}
         check_weights(read_shapes(head), check_fit(json.loads((head / "config.json").read_text()), config))
         jobs[name, "drafted"] = _job(target, head, sinks_in_bf16=True)
         jobs[name, "plain"] = _job(target, None, sinks_in_bf16=True)
     jobs[GPT_OSS, "failed"] = _job(folder / GPT_OSS / "target", None, fails=True)
-    variables = environment(_spec(target, head), hardware.detect())
-    answers = dict(zip(jobs, run_jobs(list(jobs.values()), variables, folder), strict=True))
+    variables = environment(_spec(target, head), hardware.detect())  # equal for all models
+    job_results = dict(zip(jobs, run_jobs(list(jobs.values()), variables, folder), strict=True))
     return {
         name: ModelResults(
-            **modules[name], **{kind: answers.get((name, kind)) for kind in ("drafted", "plain", "failed")}
+            **modules[name], **{kind: job_results.get((name, kind)) for kind in ("drafted", "plain", "failed")}
         )
         for name in MODELS
     }
@@ -192,7 +193,7 @@ def test_greedy_text_equals_that_of_the_target_with_and_without_drafter(name, re
     assert texts == model.plain["tokens"]
     _assert_greedy(texts, model.target)
     num_steps, num_tokens = len(model.drafted["contexts"]), sum(map(len, texts)) - sum(PROMPT_LENGTHS)
-    assert num_steps < num_tokens, "no draft was accepted, so nothing was tested"
+    assert num_steps < num_tokens, "no draft was accepted, so the test proves nothing"
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -202,7 +203,7 @@ def test_head_reads_the_inputs_of_its_aux_layers_and_drafts_as_in_training(name,
     record_property(
         "compared", f"{len(result.contexts)} contexts, {result.ties} ties, states {result.max_state_error:.1e}"
     )
-    assert len(result.contexts) >= 80
+    assert len(result.contexts) >= MIN_CONTEXTS
     assert result.max_state_error < MAX_STATE_ERROR
     for depth in range(K):  # constant drafts would match without proving anything
         assert len({draft[depth] for draft in result.drafts[K]}) >= 3, depth
@@ -244,7 +245,7 @@ def __getattr__(name):
 """
 
 
-def _write_target_with_images(folder, text):
+def _write_target_with_images(folder, text_target):
     from transformers import Gemma4Config, Gemma4ForConditionalGeneration
 
     vision = {
@@ -258,21 +259,21 @@ def _write_target_with_images(folder, text):
     }
     names = ("image_token_id", "boi_token_id", "eoi_token_id", "video_token_id", "audio_token_id")
     ids = {name: VOCABULARY - 2 - number for number, name in enumerate(names)}
-    config = Gemma4Config(text_config=text.config.to_dict(), vision_config=vision, audio_config=None, **ids)
+    config = Gemma4Config(text_config=text_target.config.to_dict(), vision_config=vision, audio_config=None, **ids)
     target = Gemma4ForConditionalGeneration(config)
-    target.model.language_model.load_state_dict(text.model.state_dict())
+    target.model.language_model.load_state_dict(text_target.model.state_dict())
     target.save_pretrained(folder)
     return target.eval()
 
 
 @pytest.mark.soak
 @pytest.mark.skipif(find_spec("torchvision") is not None, reason="torchvision is installed, as on GPUs")
-def test_multimodal_gemma_drafts_the_same_with_torchvision(tmp_path):
-    """vLLM cannot load the class without torchvision. For text, a stub of torchvision is sufficient."""
-    config, folders = _tiny(GEMMA_4), {name: tmp_path / name for name in ("text", "target", "head", "stub")}
-    text = _write_target(config, folders["text"])
+def test_multimodal_gemma_drafts_as_in_training_with_torchvision(tmp_path):
+    """vLLM cannot load the multimodal class without torchvision. For text, a stub of torchvision is sufficient."""
+    config, folders = _tiny_config(GEMMA_4), {name: tmp_path / name for name in ("text", "target", "head", "stub")}
+    text_target = _write_target(config, folders["text"])
     head = _write_head(config, folders["text"], folders["head"])
-    target = _write_target_with_images(folders["target"], text)
+    target = _write_target_with_images(folders["target"], text_target)
     variables = environment(_spec(folders["target"], folders["head"]), hardware.detect())
     job = _job(folders["target"], folders["head"])
     error = run_jobs([job | {"fails": True}], variables, tmp_path)[0]["error"]
@@ -294,6 +295,6 @@ def test_multimodal_gemma_drafts_the_same_with_torchvision(tmp_path):
     path = ":".join(filter(None, [str(folders["stub"]), os.environ.get("PYTHONPATH")]))
     drafted = run_jobs([job], variables | {"PYTHONPATH": path}, tmp_path)[0]
     _assert_greedy(drafted["tokens"], target)
-    result = compare(drafted, PROMPT_LENGTHS, head, document_reader(text, AUX_LAYERS))
-    assert len(result.contexts) >= 80
+    result = compare(drafted, PROMPT_LENGTHS, head, document_reader(text_target, AUX_LAYERS))
+    assert len(result.contexts) >= MIN_CONTEXTS
     assert result.max_state_error < MAX_STATE_ERROR

@@ -28,14 +28,15 @@ from tests.unit.test_metrics_files import DASHBOARD, EXPRESSIONS, PROMETHEUS, RU
 
 ROOT = Path(__file__).parents[2]
 IMAGES = ROOT / "docs" / "images"
-START_S, DATA_S, SCRAPE_S = 600, 420, 5
+START_S, DATA_S = 600, 420  # timeouts: until a command is up, and until all metrics have data
+SCRAPE_S = 5
 # Compiled, in bf16 and with all drafts verified, because the break-even comes from the catalog's step times, which were
 # measured like this.
-ENGINE = [
+ENGINE_FLAGS = [
     *("--drafter", "peagle", "--num-speculative-tokens", 3, "--precision", "bf16", "--verify", "all"),
     *("--max-num-seqs", 2, "--max-model-len", 512),
 ]
-PRICE = ["--usd-per-hour", 0.10264]  # the packaged price of a c7a.large, which has two vCPUs
+PRICE_FLAGS = ["--usd-per-hour", 0.10264]  # the packaged price of a c7a.large, which has two vCPUs
 
 pytestmark = [
     pytest.mark.soak,
@@ -45,7 +46,7 @@ pytestmark = [
 
 
 @pytest.fixture
-def start(tmp_path):
+def start_command(tmp_path):
     """Return a function that starts a command and waits for a text in its output."""
     processes = []
     lines = (ROOT / "deploy" / "ray.env").read_text().splitlines()
@@ -84,9 +85,9 @@ class PrometheusApi:
         series = self._get("query", query=expression)["result"]
         return any(math.isfinite(float(sample["value"][1])) for sample in series)
 
-    def query_range(self, expression, begin_s):
+    def query_range(self, expression, start_time):
         expression = expression.replace("$__rate_interval", "1m").replace("$model", ".*")
-        params = {"query": expression, "start": begin_s, "end": time.time(), "step": SCRAPE_S}
+        params = {"query": expression, "start": start_time, "end": time.time(), "step": SCRAPE_S}
         return self._get("query_range", **params)["result"]
 
     def rules(self):
@@ -98,26 +99,26 @@ class PrometheusApi:
         return answer["data"]
 
 
-def test_dashboard_and_alerts_have_data(start, tmp_path):
+def test_dashboard_and_alerts_have_data(start_command, tmp_path):
     ray_port, metrics_port = free_port(), free_port()
-    start_ray(start, ray_port, metrics_port)
-    prometheus = start_prometheus(start, tmp_path, metrics_port)
-    begin_s, address = time.time(), f"127.0.0.1:{ray_port}"
-    with interactive_clients(*start_endpoint(start, tmp_path, address)):
-        start_bulk_run(start, tmp_path, address)
+    start_ray(start_command, ray_port, metrics_port)
+    prometheus = start_prometheus(start_command, tmp_path, metrics_port)
+    start_time, address = time.time(), f"127.0.0.1:{ray_port}"
+    with interactive_clients(*start_endpoint(start_command, tmp_path, address)):
+        start_bulk_run(start_command, tmp_path, address)
         wait_for_data(prometheus)
         if os.environ.get("WRITE_DOCS"):
             for title, panels in rows_of(DASHBOARD):
                 image = IMAGES / f"metrics-{title.lower().replace(' ', '-')}.svg"
                 image.write_text(
-                    draw_svg(panels, lambda expression: prometheus.query_range(expression, begin_s), begin_s)
+                    draw_svg(panels, lambda expression: prometheus.query_range(expression, start_time), start_time)
                 )
     assert {rule["health"] for rule in prometheus.rules()} == {"ok"}
     assert len(prometheus.rules()) == len(RULES)
 
 
-def start_ray(start, port, metrics_port):
-    start(
+def start_ray(start_command, port, metrics_port):
+    start_command(
         Path(sys.executable).parent / "ray", "start", "--head", "--block", f"--port={port}", "--num-cpus=6",
         f"--metrics-export-port={metrics_port}", "--min-worker-port=0", "--max-worker-port=0",
         f"--ray-client-server-port={free_port()}", f"--dashboard-port={free_port()}",
@@ -126,7 +127,7 @@ def start_ray(start, port, metrics_port):
     )  # fmt: skip
 
 
-def start_prometheus(start, folder, metrics_port):
+def start_prometheus(start_command, folder, metrics_port):
     """Start Prometheus with the configuration in the repository, but another port and scrape interval."""
     port, config = free_port(), yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())
     config["global"] = {"scrape_interval": f"{SCRAPE_S}s", "evaluation_interval": f"{SCRAPE_S}s"}
@@ -134,28 +135,28 @@ def start_prometheus(start, folder, metrics_port):
     config["scrape_configs"][0]["static_configs"][0]["targets"] = [f"127.0.0.1:{metrics_port}"]
     file = folder / "prometheus.yml"
     file.write_text(yaml.safe_dump(config))
-    start(
+    start_command(
         "prometheus", f"--config.file={file}", f"--storage.tsdb.path={folder / 'tsdb'}",
         f"--web.listen-address=127.0.0.1:{port}", until="ready to receive web requests",
     )  # fmt: skip
     return PrometheusApi(port)
 
 
-def start_endpoint(start, folder, address):
+def start_endpoint(start_command, folder, address):
     """Start an endpoint. Return its URL and a key with a budget."""
     port, keys = free_port(), folder / "keys.json"
     peagle = [sys.executable, "-m", "jobs.cli", "serve"]
     add_key = [*peagle, "keys", "add", "alice", "--keys", str(keys), "--budget-usd", "0.05", "--every", "day"]
     key = subprocess.run(add_key, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()[-1]
     url = f"http://127.0.0.1:{port}/v1"
-    start(
-        *peagle, *ENGINE, *PRICE, "--keys", keys, "--port", port, "--state", folder / "state",
+    start_command(
+        *peagle, *ENGINE_FLAGS, *PRICE_FLAGS, "--keys", keys, "--port", port, "--state", folder / "state",
         until=url, RAY_ADDRESS=address,
     )  # fmt: skip
     return url, key
 
 
-def start_bulk_run(start, folder, address):
+def start_bulk_run(start_command, folder, address):
     """Start a run that takes longer than the test. One row in forty is a dead letter."""
     rows = folder / "rows.jsonl"
     prompts = itertools.islice(itertools.cycle(read_humaneval()), 4000)
@@ -165,10 +166,10 @@ def start_bulk_run(start, folder, address):
             for number, problem in enumerate(prompts)
         )
     )
-    start(
-        sys.executable, "-m", "jobs.cli", "generate", *ENGINE, *PRICE, "--input", rows, "--output", folder / "run",
-        "--rows-per-unit", 4, "--max-tokens", 24, "--engines", 1, "--budget-usd", 1, "--deadline", "2h",
-        until="rows", RAY_ADDRESS=address,
+    start_command(
+        sys.executable, "-m", "jobs.cli", "generate", *ENGINE_FLAGS, *PRICE_FLAGS, "--input", rows,
+        "--output", folder / "run", "--rows-per-unit", 4, "--max-tokens", 24, "--engines", 1, "--budget-usd", 1,
+        "--deadline", "2h", until="rows", RAY_ADDRESS=address,
     )  # fmt: skip
 
 
@@ -181,10 +182,10 @@ def interactive_clients(url, key):
     """Run two streaming clients until the test ends."""
     stop = threading.Event()
 
-    def ask(first):
+    def send_requests(first_problem):
         body = {"model": "smollm2-135m", "stream": True, "max_tokens": 48, "temperature": 0}
         with httpx.Client(base_url=url, headers={"authorization": f"Bearer {key}"}, timeout=120) as client:
-            for problem in itertools.islice(itertools.cycle(read_humaneval()), first, None):
+            for problem in itertools.islice(itertools.cycle(read_humaneval()), first_problem, None):
                 if stop.is_set():
                     return
                 messages = [{"role": "user", "content": question(problem)}]
@@ -195,7 +196,7 @@ def interactive_clients(url, key):
                 else:
                     answer.raise_for_status()
 
-    threads = [threading.Thread(target=ask, args=(first,)) for first in (0, 40)]
+    threads = [threading.Thread(target=send_requests, args=(number,)) for number in (0, 40)]
     for thread in threads:
         thread.start()
     try:

@@ -21,7 +21,7 @@ from tests.chaos.processes import descendants, kill
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
-START_S = 150
+START_S = 150  # timeout
 
 pytestmark = pytest.mark.timeout(2 * START_S + 60)
 
@@ -55,6 +55,7 @@ class Node:
         self.ports = {name: free_port("") for name in ("gcs", "dashboard", "agent", "client")}
         create_token, start = re.findall(r"^#   (.*ray .*)$", (ROOT / "deploy" / "ray.env").read_text(), re.MULTILINE)
         if not uses_token:
+            # `true` is the shell command that does nothing.
             create_token, start = "true", start.replace("set +a;", "set +a; export RAY_AUTH_MODE=disabled;")
         options = (
             f" --block --port={self.ports['gcs']} --dashboard-port={self.ports['dashboard']} --num-cpus=2"
@@ -69,7 +70,7 @@ class Node:
             )
         self.address = ""
 
-    def wait(self):
+    def wait_until_up(self):
         deadline = time.monotonic() + START_S
         while "Ray runtime started." not in (output := self._log.read_text(errors="replace")):
             assert self._shell.poll() is None, output[-3000:]
@@ -77,7 +78,8 @@ class Node:
             time.sleep(0.2)
         self.host = re.search(r"Local node IP\W*(?:\x1b\[\d+m)*: (?:\x1b\[\d+m)*([0-9.]+)", output)[1]
         self.address = f"{self.host}:{self.ports['gcs']}"
-        while None in (self.answer(self.agent), self.answer(self.dashboard)) or not self._has_client_server():
+        urls = self.agent_url, self.dashboard_url
+        while None in map(self.status_of, urls) or not self._has_client_server():
             assert time.monotonic() < deadline, "a server of Ray did not come up"
             time.sleep(0.5)
         return self
@@ -88,14 +90,14 @@ class Node:
         return False
 
     @property
-    def agent(self):
+    def agent_url(self):
         return f"http://{self.host}:{self.ports['agent']}/api/job_agent/jobs/"
 
     @property
-    def dashboard(self):
+    def dashboard_url(self):
         return f"http://127.0.0.1:{self.ports['dashboard']}/api/jobs/"
 
-    def answer(self, url, body=None):
+    def status_of(self, url, body=None):
         """Return the status of an HTTP request without a token, or None if there is no answer."""
         request = urllib.request.Request(url, data=body, headers={"Content-Type": "application/json"})
         try:
@@ -130,7 +132,7 @@ class Node:
 def start_node(home, *, uses_token=True):
     node = Node(home, uses_token=uses_token)
     try:
-        yield node.wait()
+        yield node.wait_until_up()
     finally:
         node.stop()
 
@@ -155,45 +157,46 @@ def documented_ports():
     result = {}
     for line in table:
         process, _, addresses, required, *_ = (cell.strip() for cell in line.strip("|").split("|"))
-        kind = "metrics" if required.startswith("nothing; serves metrics") else required
-        result.setdefault(process, set()).update((address.strip(), kind) for address in addresses.split(","))
+        protection = "metrics" if required.startswith("nothing; serves metrics") else required
+        result.setdefault(process, set()).update((address.strip(), protection) for address in addresses.split(","))
     return result
 
 
 def test_listening_ports_are_documented_and_need_the_token(node):
-    def address(ip):
+    def address_kind(ip):
         if ip in ("0.0.0.0", "::"):
             return "all"
         return "loopback" if ip.removeprefix("::ffff:").startswith("127.") else "node"
 
     result = {}
     for process, ip, port in node.sockets():
-        host = "127.0.0.1" if address(ip) == "loopback" else node.host
-        result.setdefault(process, set()).add((address(ip), port_protection(host, port)))
+        host = "127.0.0.1" if address_kind(ip) == "loopback" else node.host
+        result.setdefault(process, set()).add((address_kind(ip), port_protection(host, port)))
     table = documented_ports()
     assert {"GCS", "raylet", "dashboard", "dashboard agent"} <= result.keys()
-    assert {process: kinds - table.get(process, set()) for process, kinds in result.items()} == {
+    assert {process: ports - table.get(process, set()) for process, ports in result.items()} == {
         process: set() for process in result
     }
 
 
 def test_commands_need_the_token(node, tmp_path):
-    mark = tmp_path / "mark"
-    job = json.dumps({"entrypoint": f"touch {mark}"}).encode()
-    assert [node.answer(node.agent, job), node.answer(node.dashboard, job)] == [401, 401]
+    created_file = tmp_path / "created"
+    job = json.dumps({"entrypoint": f"touch {created_file}"}).encode()
+    assert [node.status_of(node.agent_url, job), node.status_of(node.dashboard_url, job)] == [401, 401]
     assert grpc_status(f"{node.host}:{node.ports['client']}", "/ray.rpc.RayletDriver/ClusterInfo") == "UNAUTHENTICATED"
     assert grpc_status(node.address, "/ray.rpc.JobInfoGcsService/GetNextJobID") == "UNAUTHENTICATED"
-    assert not mark.exists()
+    assert not created_file.exists()
 
 
 def test_commands_run_on_a_node_without_a_token(open_node, tmp_path):
-    """The previous test is meaningful, because the first of its calls succeeds on a node without a token."""
-    mark = tmp_path / "mark"
-    assert open_node.answer(open_node.agent, json.dumps({"entrypoint": f"touch {mark}"}).encode()) == 200
+    """The previous test proves something, because its first call succeeds on a node without a token."""
+    created_file = tmp_path / "created"
+    job = json.dumps({"entrypoint": f"touch {created_file}"}).encode()
+    assert open_node.status_of(open_node.agent_url, job) == 200
     deadline = time.monotonic() + 60
-    while not mark.exists() and time.monotonic() < deadline:
+    while not created_file.exists() and time.monotonic() < deadline:
         time.sleep(0.5)
-    assert mark.exists()
+    assert created_file.exists()
 
 
 def generate(address, environment, corpus, output):
@@ -214,19 +217,19 @@ def test_cluster_without_a_token_is_refused_unless_allowed(open_node, write_json
 
 
 def test_run_sends_the_users_token(node, write_jsonl, tmp_path):
-    done = generate(node.address, node.environment, write_jsonl([{"prompt": "a"}]), tmp_path / "run")
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = generate(node.address, node.environment, write_jsonl([{"prompt": "a"}]), tmp_path / "run")
+    assert result.returncode == 0, result.stdout + result.stderr
     home = Path(node.environment["HOME"])
     assert [(home / ".ray" / name).stat().st_mode & 0o777 for name in ("", "auth_token")] == [0o700, 0o600]
 
 
 def test_run_without_the_clusters_token_is_refused(node, write_jsonl, tmp_path):
-    done = generate(node.address, environment_of(tmp_path), write_jsonl([{"prompt": "a"}]), tmp_path / "run")
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "its token is here (~/.ray/auth_token, or RAY_AUTH_TOKEN)" in done.stderr
+    result = generate(node.address, environment_of(tmp_path), write_jsonl([{"prompt": "a"}]), tmp_path / "run")
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert "its token is here (~/.ray/auth_token, or RAY_AUTH_TOKEN)" in result.stderr
 
 
-LOCAL = """
+LOCAL_CLUSTER_SCRIPT = """
 import json, psutil
 from pipelines.cluster.ray import ray_cluster
 with ray_cluster():
@@ -240,7 +243,7 @@ with ray_cluster():
 
 def test_local_ray_listens_only_on_this_machine(tmp_path):
     result = subprocess.run(
-        [sys.executable, "-c", LOCAL],
+        [sys.executable, "-c", LOCAL_CLUSTER_SCRIPT],
         cwd=ROOT,
         env=environment_of(tmp_path),
         capture_output=True,

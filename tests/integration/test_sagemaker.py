@@ -1,4 +1,4 @@
-"""The contract of SageMaker containers: `peagle serve` is configured by variables, with /ping and /invocations."""
+"""SageMaker's contract for containers: `peagle serve` is configured by variables, and has /ping and /invocations."""
 
 import contextlib
 import json
@@ -15,7 +15,8 @@ from peagle.economics.ledger import RequestReader
 from peagle.ports import free_port
 
 _log = logging.getLogger(__name__)  # `-rP --log-level=INFO` shows the stopping time
-START_S = 240
+START_S = 240  # timeout
+# SageMaker's limits for a health check, and for stopping after SIGTERM.
 MAX_PING_S = 2.0
 MAX_STOP_S = 30.0
 # The request in "Parallelize speculative decoding with P-EAGLE on Amazon SageMaker AI" (AWS blog, 2026-06-16).
@@ -25,7 +26,7 @@ REQUEST = {
     "max_tokens": 512,
     "temperature": 0.3,
 }
-NUM_TOKENS, TOKEN_S = 512, 0.1
+TOKEN_S = 0.1
 # The headers that SageMaker forwards; clients cannot set `Host`.
 HEADERS = {"host": "model.aws.local:8080", "content-type": "application/json"}
 
@@ -33,7 +34,7 @@ pytestmark = pytest.mark.timeout(2 * START_S + 120)
 
 
 @pytest.fixture
-def container(peagle, tmp_path, monkeypatch):
+def start_container(peagle, tmp_path, monkeypatch):
     """Return a function that starts `peagle serve` with environment variables, as the container image does."""
 
     def run(variables):
@@ -57,7 +58,7 @@ def ping(client):
     return answer.status_code
 
 
-def ping_s(client):
+def measure_ping_s(client):
     """Return the duration of a health check in seconds."""
     started_at = time.monotonic()
     assert ping(client) == 200
@@ -65,7 +66,6 @@ def ping_s(client):
 
 
 def wait_until_healthy(process, client):
-    """Wait until a ping returns 200. Return the set of earlier statuses."""
     statuses = set()
     until = time.monotonic() + START_S
     while (status := ping(client)) != 200:
@@ -73,7 +73,6 @@ def wait_until_healthy(process, client):
         assert time.monotonic() < until, statuses
         statuses.add(status)
         time.sleep(0.2)
-    return statuses
 
 
 def invoke(client, body, **attributes):
@@ -89,19 +88,19 @@ def stop_during_stream(process, client):
         next(lines)
         started_at = time.monotonic()
         process.send_signal(signal.SIGTERM)
-        *_, last = lines
-    code = process.wait(2 * MAX_STOP_S)
-    return SimpleNamespace(took_s=time.monotonic() - started_at, code=code, last=last)
+        *_, last_event = lines
+    exit_code = process.wait(2 * MAX_STOP_S)
+    return SimpleNamespace(duration_s=time.monotonic() - started_at, exit_code=exit_code, last_event=last_event)
 
 
-def test_container_contract(container, tmp_path):
-    traits = {"token_s": TOKEN_S, "start_s": 3, "die_on": "poison"}
-    process, client = container(
+def test_container_contract(start_container, tmp_path):
+    fake_options = {"token_s": TOKEN_S, "start_s": 3, "die_on": "poison"}
+    process, client = start_container(
         {"SM_VLLM_MODEL": "any", "SM_VLLM_SERVED_MODEL_NAME": "qwen3-coder", "PEAGLE_ENGINE": "fake"}
-        | {"PEAGLE_FAKE": json.dumps(traits), "SM_VLLM_MAX_MODEL_LEN": "1024", "PEAGLE_DRAIN_S": "5"}
+        | {"PEAGLE_FAKE": json.dumps(fake_options), "SM_VLLM_MAX_MODEL_LEN": "1024", "PEAGLE_DRAIN_S": "5"}
     )
     with client:
-        assert 200 not in wait_until_healthy(process, client)
+        wait_until_healthy(process, client)
         short = REQUEST | {"max_tokens": 8}
         chat = invoke(client, short).raise_for_status()
         assert (chat.json()["object"], chat.json()["model"]) == ("chat.completion", "qwen3-coder")
@@ -113,15 +112,15 @@ def test_container_contract(container, tmp_path):
         events = invoke(client, short | {"stream": True}).text
         assert (events.startswith("data: "), events.endswith("data: [DONE]\n\n")) == (True, True)
         assert invoke(client, {}, route="/v1/cost", method="GET").json()["total"]["num_requests"] == 4
-        # The minimum, because other processes use the machine.
-        assert min(ping_s(client) for _ in range(5)) < MAX_PING_S
+        # The shortest of five, because other processes use the machine, too.
+        assert min(measure_ping_s(client) for _ in range(5)) < MAX_PING_S
         check_engine_crash(process, client)
-        end = stop_during_stream(process, client)
-    assert json.loads(end.last[6:])["error"]["type"] == "overloaded_error"  # drain_s has expired
-    assert (end.code, end.took_s < MAX_STOP_S) == (0, True), end
+        stop = stop_during_stream(process, client)
+    assert json.loads(stop.last_event.removeprefix("data: "))["error"]["type"] == "overloaded_error"  # drain_s expired
+    assert (stop.exit_code, stop.duration_s < MAX_STOP_S) == (0, True), stop
     requests = RequestReader(tmp_path / "state" / "ledger").new()
     assert [request.model for request in requests] == ["qwen3-coder"] * len(requests)
-    assert sum(request.outcome == "ok" for request in requests) == 5
+    assert sum(request.outcome == "ok" for request in requests) == 5  # four before the crash, and one after it
 
 
 def check_engine_crash(process, client):
@@ -145,9 +144,9 @@ def send(connection, address, body):
 
 
 @pytest.mark.soak
-def test_container_stops_in_time_despite_hanging_clients(container):
-    """`drain_s` has its maximum. One client does not read, one sends nothing, and one waits for a hanging engine."""
-    process, client = container(
+def test_container_stops_in_time_despite_hanging_clients(start_container):
+    """`drain_s` is at its maximum. One client does not read, one sends nothing, and one waits for a hanging engine."""
+    process, client = start_container(
         {
             "SM_VLLM_MODEL": "any",
             "PEAGLE_ENGINE": "fake",
@@ -171,33 +170,33 @@ def test_container_stops_in_time_despite_hanging_clients(container):
         started_at = time.monotonic()
         process.send_signal(signal.SIGTERM)
         assert process.wait(2 * MAX_STOP_S) == 0
-        took_s = time.monotonic() - started_at
-    _log.info(f"the container ended {took_s:.1f} s after SIGTERM")
-    assert took_s < MAX_STOP_S
+        duration_s = time.monotonic() - started_at
+    _log.info(f"the container ended {duration_s:.1f} s after SIGTERM")
+    assert duration_s < MAX_STOP_S
 
 
 @pytest.mark.soak
-def test_jumpstart_variables_with_the_embedded_model(container, embedded_target, shipped_head, tmp_path):
+def test_jumpstart_variables_start_the_embedded_model(start_container, embedded_target, shipped_head, tmp_path):
     speculation = {
         "model": str(shipped_head),  # /opt/ml/additional-model-data-sources/eagle in the container
         "method": "eagle3",
         "num_speculative_tokens": 3,
         "parallel_drafting": True,
     }
-    process, client = container(
+    process, client = start_container(
         {"SM_VLLM_SPECULATIVE_CONFIG": json.dumps(speculation), "SM_VLLM_SERVED_MODEL_NAME": "qwen3-coder"}
         | {"SM_VLLM_MODEL": embedded_target, "SM_VLLM_MAX_MODEL_LEN": "1024", "SM_VLLM_MAX_NUM_SEQS": "2"}
         | {"SM_VLLM_ENFORCE_EAGER": "true", "SM_VLLM_BLOCK_SIZE": "32"}
     )
     with client:
-        assert 200 not in wait_until_healthy(process, client)
+        wait_until_healthy(process, client)
         answer = invoke(client, REQUEST).raise_for_status()
         assert answer.headers["x-peagle-num-speculative-tokens"] == "3"
         assert float(answer.headers["x-peagle-acceptance-length"]) > 1
         assert answer.json()["choices"][0]["message"]["content"]
         assert "Paris" in invoke(client, {"prompt": "The capital of France is", "max_tokens": 8, "temperature": 0}).text
-        end = stop_during_stream(process, client)
-    assert (end.code, end.took_s < MAX_STOP_S) == (0, True), end
+        stop = stop_during_stream(process, client)
+    assert (stop.exit_code, stop.duration_s < MAX_STOP_S) == (0, True), stop
     answered, _, *interrupted = RequestReader(tmp_path / "state" / "ledger").new()
     assert (answered.outcome, answered.usage.speculation.num_drafts > 0) == ("ok", True)
     # After `drain_s`, Ray Serve kills an engine with unfinished requests, so the stream might have no record.

@@ -59,8 +59,8 @@ class Accepted:
         back_ends, draft_back_ends: names of attention back ends, without duplicates.
         verify, draft: how steps with the maximum number of requests run: FULL, PIECEWISE or NONE (eagerly); "-" without
             such a step.
-        num_sizes, largest_size: of the captured CUDA graphs.
-        graphs_to: the highest concurrency at which both run as CUDA graphs.
+        num_sizes, largest_size: number of captured CUDA graph sizes, and the largest size in tokens.
+        graphs_to: the highest concurrency at which verify and draft steps run as CUDA graphs.
         kv_cache_gib: KV cache of one request of full length according to vLLM.
         estimated_gib: KV cache of one request of full length according to peagle's estimate.
         cache_requests: how many requests of full length fit, according to vLLM, into the memory that peagle's estimate
@@ -117,11 +117,11 @@ def rehearse(model: str, drafter: str, concurrency: int, hardware: Hardware, **o
                 return Refused(message=error.message, hint=error.hint or "")
             flags.append(" ".join(suggested))
             continue
-        return accept(run.spec, run.model, hardware, flags)
+        return configure_vllm(run.spec, run.model, hardware, flags)
 
 
-def accept(spec: EngineSpec, model: ResolvedModel, hardware: Hardware, flags: list[str]) -> Accepted:
-    """Return vLLM's configuration of an engine, and what vLLM would choose with it.
+def configure_vllm(spec: EngineSpec, model: ResolvedModel, hardware: Hardware, flags: list[str]) -> Accepted:
+    """Return vLLM's configuration of an engine, with the choices that vLLM makes after loading.
 
     Raises:
         Exception: vLLM refuses the engine's arguments.
@@ -179,8 +179,8 @@ def _int8_model_argument(spec: EngineSpec, model: ResolvedModel, folder: Path) -
 
 
 def _first_flag(hint: str) -> tuple[str, str] | None:
-    result = re.search(r"--(max-model-len|tensor-parallel-size) (\d+)", hint)
-    return (f"--{result[1]}", result[2]) if result else None
+    match = re.search(r"--(max-model-len|tensor-parallel-size) (\d+)", hint)
+    return (f"--{match[1]}", match[2]) if match else None
 
 
 def _options_of(flags: list[str]) -> dict[str, Any]:
@@ -237,12 +237,12 @@ def _draft_config(config: Any) -> Any:
 
     proposer = SimpleNamespace(vllm_config=config, speculative_config=config.speculative_config)
     draft = SpecDecodeBaseProposer._create_draft_vllm_config(proposer)
-    if config.speculative_config.method in ("dflash", "dspark"):  # as in their speculators
+    if config.speculative_config.method in ("dflash", "dspark"):  # as vLLM's proposers of these methods do
         draft = replace(draft, attention_config=replace(draft.attention_config, use_non_causal=True))
     return draft
 
 
-def _dtype(layer: Layer, config: Any) -> str:
+def _kv_cache_dtype(layer: Layer, config: Any) -> str:
     """Return the dtype of a layer's KV cache, as vLLM's `Attention.__init__` chooses it."""
     cache = config.cache_config
     skips = layer.window is not None and "sliding_window" in cache.kv_cache_dtype_skip_layers
@@ -256,7 +256,7 @@ def _backend(layer: Layer, config: Any) -> Any:
     return get_attn_backend(
         layer.head_dim,
         config.model_config.dtype,
-        _dtype(layer, config),
+        _kv_cache_dtype(layer, config),
         has_sink=layer.has_sinks,
         use_mm_prefix=layer.mm_prefix,
         num_heads=layer.heads // tp,
@@ -273,7 +273,7 @@ def _layer_specs(layers: list[Layer], config: Any, backends: dict[str, Any]) -> 
     result: dict[str, Any] = {}
     for layer in layers:
         first = int(layer.name.rpartition(".")[2])
-        dtype = _dtype(layer, config)
+        dtype = _kv_cache_dtype(layer, config)
         shape = {
             "block_size": block_size,
             "num_kv_heads": max(1, layer.kv_heads // tp),
@@ -283,6 +283,7 @@ def _layer_specs(layers: list[Layer], config: Any, backends: dict[str, Any]) -> 
         }
         spec = SlidingWindowSpec(sliding_window=layer.window, **shape) if layer.window else FullAttentionSpec(**shape)
         spec = backends[layer.name].customize_spec(spec)
+        # The numbers only make names unique, because layers of one kind are not consecutive.
         result |= {f"model.layers.{first + 1000 * index}.self_attn.attn": spec for index in range(layer.count)}
     return result
 
@@ -308,10 +309,10 @@ def _kv_cache(
     specs = _layer_specs(target, config, backends) | _layer_specs(draft, draft_config, draft_backends)
     layouts = get_supported_kv_cache_layouts([*backends.values(), *draft_backends.values()])
     resolve_kv_cache_layout(config, [[layout.name for layout in layouts]], list(specs.values()))
-    left_gib = (need.available_gib - need.weights_gib - need.step_gib - need.graphs_gib) / tp
-    (cache,) = get_kv_cache_configs(config, [specs], [int(left_gib * _GIB)])
+    cache_gib = (need.available_gib - need.weights_gib - need.step_gib - need.graphs_gib) / tp
+    (cache,) = get_kv_cache_configs(config, [specs], [int(cache_gib * _GIB)])
     concurrency = get_max_concurrency_for_kv_cache_config(config, cache)
-    return int(left_gib * _GIB * tp / concurrency), concurrency
+    return int(cache_gib * _GIB * tp / concurrency), concurrency
 
 
 def _graph_modes(config: Any, layers: list[Layer], backends: dict[str, Any]) -> tuple[str, str, int]:
@@ -352,8 +353,8 @@ def _dispatch_v1(config: Any, mode: Any, concurrency: int) -> tuple[str, str]:
     verify, _ = target.dispatch(concurrency * width, uniform_decode=True)
     if spec is None:
         return verify.name, "-"
-    has_pieces = mode.mixed_mode() in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL)
-    drafter.initialize_cudagraph_keys(CUDAGraphMode.PIECEWISE if has_pieces else CUDAGraphMode.NONE)
+    has_piecewise_graphs = mode.mixed_mode() in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL)
+    drafter.initialize_cudagraph_keys(CUDAGraphMode.PIECEWISE if has_piecewise_graphs else CUDAGraphMode.NONE)
     draft, _ = drafter.dispatch(concurrency * (width + spec.max_num_new_slots_for_drafting))
     return verify.name, draft.name
 
@@ -374,7 +375,7 @@ def _v2_mode(config: Any, mode: Any, width: int, concurrency: int) -> str:
     """Return how model runner V2 runs a step with `concurrency` requests of `width` tokens each."""
     from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
-    manager = object.__new__(CudaGraphManager)  # its __init__ needs a worker's process groups
+    manager = object.__new__(CudaGraphManager)  # `__init__` needs a worker's process groups
     manager.vllm_config, manager.compilation_config = config, config.compilation_config
     manager.max_num_reqs, manager.cudagraph_mode = config.scheduler_config.max_num_seqs, mode
     manager.decode_query_len, manager.varlen_decode, manager.lora_capture_cases = width, False, [0]

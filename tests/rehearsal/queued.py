@@ -84,9 +84,9 @@ def _rehearse(command: list[str], hardware: Hardware) -> Iterator[dict[str, Any]
 
 
 def _accept(spec: Any, model: Any, hardware: Hardware) -> dict[str, Any]:
-    from tests.rehearsal.cell import accept
+    from tests.rehearsal.cell import configure_vllm
 
-    return asdict(accept(spec, model, hardware, []))
+    return asdict(configure_vllm(spec, model, hardware, []))
 
 
 def _engines(command: list[str], hardware: Hardware) -> Iterator[tuple[str, Any, Any]]:

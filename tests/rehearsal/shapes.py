@@ -9,8 +9,8 @@ Sizes come from the catalog's cards. Values that the cards lack are as published
   images is omitted, since vLLM's class for it needs torchvision, which is not installed with vLLM's CPU build.
 
 P-EAGLE heads have 4 layers, `ptd_token_id` and the whole vocabulary, as Amazon publishes them. EAGLE-3 heads have one
-layer and a draft vocabulary of 32,000 tokens, in the layout of `speculators` or the plain one. Layers have the target's
-sizes.
+layer and a draft vocabulary of 32,000 tokens, in the layout of `speculators` or in the plain layout. The sizes of their
+layers are the target's.
 """
 
 import json
@@ -21,7 +21,7 @@ from benchmarks.gpu import shapes as qwen
 from peagle.catalog.cards import ModelCard, load_catalog
 from peagle.engine.spec import DRAFT_METHODS
 
-COMMIT = "0" * 40
+COMMIT = "0" * 40  # a placeholder
 _EAGLE3_VOCABULARY = 32_000
 _TOKENIZER_VOCABULARY = {"a": 0, "<end>": 1}
 
@@ -36,9 +36,10 @@ def write_all(hub: Path, heads_folder: Path) -> None:
         write_tokenizer(_snapshot(hub, card.source.id))
         for method in DRAFT_METHODS:
             head = card.heads.get(method)
-            on_hub = head is not None and head.published and head.id is not None
-            folder = _snapshot(hub, str(head.id)) if on_hub and head else head_folder(heads_folder, card.name, method)
-            in_speculators = on_hub and "speculator" in folder.parts[-3].lower()
+            is_on_hub = head is not None and head.published and head.id is not None
+            own_folder = head_folder(heads_folder, card.name, method)
+            folder = _snapshot(hub, str(head.id)) if is_on_hub and head else own_folder
+            in_speculators = is_on_hub and "speculator" in folder.parts[-3].lower()  # in the repository's name
             write_json(folder, head_config(method, target, in_speculators=in_speculators))
 
 
@@ -81,7 +82,7 @@ def _gpt_oss(num_layers: int) -> dict[str, Any]:
         "num_attention_heads": 64,
         "num_experts_per_tok": 4,
         "num_key_value_heads": 8,
-        "num_local_experts": 128 if num_layers == 36 else 32,
+        "num_local_experts": 128 if num_layers == 36 else 32,  # 36 layers: gpt-oss-120b
         "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]},
         "rms_norm_eps": 1e-05,
         "rope_scaling": {
@@ -132,7 +133,7 @@ def head_config(method: str, target: dict[str, Any], *, in_speculators: bool) ->
     num_layers = text["num_hidden_layers"]
     aux_layers = [2, num_layers // 2, num_layers - 3]
     vocabulary = text["vocab_size"] if method == "peagle" else _EAGLE3_VOCABULARY
-    layer = {
+    layer_config = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
         "attention_bias": False,
@@ -165,11 +166,11 @@ def head_config(method: str, target: dict[str, Any], *, in_speculators: bool) ->
             },
             "speculators_model_type": method,
             "speculators_version": "0.9.0",
-            "transformer_layer_config": layer | {"architectures": ["LlamaForCausalLM"]},
+            "transformer_layer_config": layer_config | {"architectures": ["LlamaForCausalLM"]},
         }
     eagle = {"eagle_aux_hidden_state_layer_ids": aux_layers, "use_aux_hidden_state": True}
     parallel = {"ptd_token_id": text["vocab_size"] - 1} if method == "peagle" else {}
-    return {**layer, "draft_vocab_size": vocabulary, "dtype": "bfloat16", "eagle_config": eagle, **parallel}
+    return {**layer_config, "draft_vocab_size": vocabulary, "dtype": "bfloat16", "eagle_config": eagle, **parallel}
 
 
 def _block_head_config(method: str, text: dict[str, Any]) -> dict[str, Any]:
@@ -207,7 +208,7 @@ def _block_head_config(method: str, text: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """Write a tokenizer with a chat template, which `resolve` needs."""
+    """Write a tokenizer with a chat template; `pipelines.batch.resolve` needs both."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
@@ -218,7 +219,7 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def _snapshot(hub: Path, model_id: str) -> Path:
-    """Return the folder of a model's files in the client's cache; the branch main is at `COMMIT`."""
+    """Return the folder of a model's files in the Hugging Face cache; the branch main is at `COMMIT`."""
     repository = hub / f"models--{model_id.replace('/', '--')}"
     (repository / "refs").mkdir(parents=True, exist_ok=True)
     (repository / "refs" / "main").write_text(COMMIT)

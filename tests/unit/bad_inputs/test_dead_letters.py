@@ -28,8 +28,8 @@ class BadRow:
     Attributes:
         reason: the reason in the dead letter.
         message: a part of the message in the dead letter.
-        options: of the run.
-        name: the name of the input file, which has `valid_row` first and `row` second.
+        options: options of the run.
+        file_name: the input file, which has `valid_row` first and `row` second.
     """
 
     description: str
@@ -37,7 +37,7 @@ class BadRow:
     reason: str
     message: str
     options: dict[str, Any] = field(default_factory=dict)
-    name: str = "a.jsonl"
+    file_name: str = "a.jsonl"
     valid_row: Any = None
 
 
@@ -72,12 +72,12 @@ def bad_batch_line(description, message, reason="invalid", **changes):
 
 
 def bad_body(description, message, reason="invalid", url="/v1/chat/completions", **changes):
-    source = {"messages": CHAT} if "prompt" not in changes else {}
-    return bad_batch_line(f"an OpenAI request {description}", message, reason, url=url, body={**source, **changes})
+    body = changes if "prompt" in changes else {"messages": CHAT, **changes}
+    return bad_batch_line(f"an OpenAI request {description}", message, reason, url=url, body=body)
 
 
-def bad_row_in_file(description, name, valid_row, row, reason, message):
-    return BadRow(description, row, reason, message, {}, name, valid_row)
+def bad_row_in_file(description, file_name, valid_row, row, reason, message):
+    return BadRow(description, row, reason, message, {}, file_name, valid_row)
 
 
 CASES = [
@@ -159,7 +159,7 @@ CASES = [
 
 
 class StrictTokenizer(ByteTokenizer):
-    """A tokenizer whose chat template refuses two consecutive messages of one role, as those of many models do."""
+    """A tokenizer whose chat template refuses two consecutive messages of one role, as many models' templates do."""
 
     def apply_chat_template(self, conversation, **options):
         roles = [message["role"] for message in conversation]
@@ -170,7 +170,7 @@ class StrictTokenizer(ByteTokenizer):
 
 def write_corpus(case, folder):
     """Write the corpus of a case: the valid row, then the invalid one."""
-    path = folder / case.name
+    path = folder / case.file_name
     valid_row = {"prompt": "a"} if case.valid_row is None else case.valid_row
     if path.suffix == ".parquet":
         sink = io.BytesIO()
@@ -184,7 +184,7 @@ def write_corpus(case, folder):
 
 
 def prepare(case, folder, machine):
-    """Return the unit of the corpus as an engine gets it."""
+    """Return the corpus as one prepared unit, which is what an engine gets."""
     config = GenerateConfig(
         input=str(write_corpus(case, folder)),
         output=folder / "run",
@@ -208,27 +208,29 @@ def results(machine, tmp_path_factory):
         for case in CASES:
             folder = tmp_path_factory.mktemp("case")
             unit = prepare(case, folder, machine)
-            letters = [{**letter, "message": letter["message"].replace(f"{folder}/", "")} for letter in unit.letters()]
-            by_case[case.description] = unit.prompts, letters
+            dead_letters = [
+                {**letter, "message": letter["message"].replace(f"{folder}/", "")} for letter in unit.letters()
+            ]
+            by_case[case.description] = unit.prompts, dead_letters
     return by_case
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.description for case in CASES])
 def test_invalid_row_becomes_a_dead_letter_and_valid_row_a_prompt(results, case):
-    prompts, letters = results[case.description]
-    if case.name.endswith(".parquet") and isinstance(case.row, bytes):
+    prompts, dead_letters = results[case.description]
+    if case.file_name.endswith(".parquet") and isinstance(case.row, bytes):
         assert prompts == [None, None]  # the column has one type, so both rows are bytes
     else:
         assert len(prompts) == 2
         assert prompts[0]
         assert prompts[1] is None
-    letter = letters[-1]
+    letter = dead_letters[-1]
     assert (letter["id"], letter["reason"]) == ("000000001", case.reason)
     assert case.message in letter["message"]
     assert set(letter) == {"id", "unit", "attempt", "reason", "message", "row"}
 
 
-def test_page_lists_every_case(results, check_section, format_message):
+def test_bad_inputs_page_lists_every_case(results, check_section, format_message):
     rows = [("row", "reason", "message")]
     rows += [
         (case.description, f"`{case.reason}`", format_message(results[case.description][1][-1]["message"]))

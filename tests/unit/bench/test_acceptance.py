@@ -65,10 +65,12 @@ def write_head_folder(tmp_path):
 
 @pytest.fixture
 def run(target, tmp_path, write_jsonl):
-    def run(start, **options):
+    """Return a function that runs `peagle evaluate` and returns the report."""
+
+    def run(starter, **options):
         values = {"dataset": str(write_jsonl(ROWS)), "output": tmp_path / "out", "max_tokens": 40} | options
         config = EvaluateConfig(model=str(target), **values)
-        report, folder = evaluate(config, MeasurementListener(), start=start, tokenizer_of=lambda *_: ByteTokenizer())
+        report, folder = evaluate(config, MeasurementListener(), start=starter, tokenizer_of=lambda *_: ByteTokenizer())
         assert json.loads((folder / "report.json").read_bytes()) == report
         return report
 
@@ -76,15 +78,15 @@ def run(target, tmp_path, write_jsonl):
 
 
 def test_every_drafter_and_k_is_measured(run, write_head_folder, tmp_path):
-    start = EngineStarter()
+    starter = EngineStarter()
     peagle, eagle3 = write_head_folder("a/head"), write_head_folder("b/head", method="eagle3")
-    report = run(start, drafter=[str(peagle), str(eagle3)], num_speculative_tokens="2,4", concurrency=3)
-    drafters = [spec.drafter for spec in start.specs if spec.drafter]
+    report = run(starter, drafter=[str(peagle), str(eagle3)], num_speculative_tokens="2,4", concurrency=3)
+    drafters = [spec.drafter for spec in starter.specs if spec.drafter]
     assert [(d.method, d.model, d.num_speculative_tokens) for d in drafters] == [
         ("peagle", str(peagle), 2), ("peagle", str(peagle), 4), ("eagle3", str(eagle3), 2), ("eagle3", str(eagle3), 4),
     ]  # fmt: skip
-    assert all(engine.is_shut_down and engine.max_running == 3 for engine in start.engines)
-    assert {spec.max_num_seqs for spec in start.specs} == {3}
+    assert all(engine.is_shut_down and engine.max_running == 3 for engine in starter.engines)
+    assert {spec.max_num_seqs for spec in starter.specs} == {3}
     # The fake engine accepts only the first token of each draft.
     assert [(c["drafter"], c["k"], c["acceptance_length"]) for c in report["cells"]] == [
         ("a/head", 2, 2.0), ("a/head", 4, 2.0), ("b/head", 2, 2.0), ("b/head", 4, 2.0),
@@ -99,15 +101,16 @@ def test_every_drafter_and_k_is_measured(run, write_head_folder, tmp_path):
 
 def test_only_missing_cells_are_measured(run, write_head_folder):
     first, second, third = EngineStarter(), EngineStarter(), EngineStarter()
-    own_head = str(write_head_folder("a/head"))
-    before = run(first, drafter=own_head, num_speculative_tokens=2)
-    assert run(second, drafter=own_head, num_speculative_tokens=2) == before
+    head_a, head_b = str(write_head_folder("a/head")), str(write_head_folder("b/head"))
+    report = run(first, drafter=head_a, num_speculative_tokens=2)
+    assert run(second, drafter=head_a, num_speculative_tokens=2) == report
     assert second.specs == []
-    after = run(third, drafter=[own_head, str(write_head_folder("b/head"))], num_speculative_tokens="2,3")
+    extended_report = run(third, drafter=[head_a, head_b], num_speculative_tokens="2,3")
     assert [(spec.drafter.model, spec.drafter.num_speculative_tokens) for spec in third.specs] == [
-        (own_head, 3), (own_head.replace("/a/", "/b/"), 2), (own_head.replace("/a/", "/b/"), 3),
+        (head_a, 3), (head_b, 2), (head_b, 3),
     ]  # fmt: skip
-    assert after["cells"][0] == {**before["cells"][0], "drafter": "a/head"}
+    # With two drafters of the same name, the report adds the parent folder.
+    assert extended_report["cells"][0] == {**report["cells"][0], "drafter": "a/head"}
 
 
 @pytest.mark.parametrize(
@@ -171,9 +174,9 @@ def test_crashed_engine_is_skipped_and_reported(run, write_head_folder, tmp_path
     note = "Not measured: head K=3, because its engine failed: the vLLM engine process died"
     assert report["notes"] == [note]
     assert note in (tmp_path / "out" / "report.md").read_text()
-    after = run(retry, drafter=str(write_head_folder()), num_speculative_tokens="2,3,4")
+    retry_report = run(retry, drafter=str(write_head_folder()), num_speculative_tokens="2,3,4")
     assert [spec.drafter.num_speculative_tokens for spec in retry.specs if spec.drafter] == [3]
-    assert (after["failed"], after["notes"]) == ({}, [])
+    assert (retry_report["failed"], retry_report["notes"]) == ({}, [])
 
 
 def test_report_is_written_after_an_interrupt(run, write_head_folder, tmp_path):
@@ -186,24 +189,24 @@ def test_report_is_written_after_an_interrupt(run, write_head_folder, tmp_path):
 
 def test_acceptance_is_measured_without_drafts_per_request(run, write_head_folder):
     class WithoutRequestDrafts(FakeEngine):
-        """Like vLLM 0.24: counts drafts, but not per request."""
+        """An engine like vLLM 0.24, which counts drafts, but not per request."""
 
         async def generate(self, *args):
             from dataclasses import replace
 
             return replace(await super().generate(*args), speculation=None)
 
-    start = EngineStarter()
-    by_request = run(start, drafter=str(write_head_folder()), num_speculative_tokens=3)
-    by_engine = run(
+    starter = EngineStarter()
+    report = run(starter, drafter=str(write_head_folder()), num_speculative_tokens=3)
+    report_without = run(
         lambda *_: WithoutRequestDrafts(num_speculative_tokens=3),
         drafter=str(write_head_folder("older")),
         num_speculative_tokens=3,
     )
     for name in ("num_drafts", "num_draft_tokens", "accepted_per_position", "num_output_tokens"):
-        assert by_engine["cells"][0][name] == by_request["cells"][0][name]
-    assert by_engine["cells"][0]["by_category"] == {}
-    assert "acceptance by category is unknown" in by_engine["notes"][0]
+        assert report_without["cells"][0][name] == report["cells"][0][name]
+    assert report_without["cells"][0]["by_category"] == {}
+    assert "acceptance by category is unknown" in report_without["notes"][0]
 
 
 @pytest.mark.parametrize(
@@ -215,20 +218,20 @@ def test_acceptance_is_measured_without_drafts_per_request(run, write_head_folde
     ],
 )
 def test_invalid_options_are_refused_before_an_engine_starts(options, error, message, run, tmp_path, write_head_folder):
-    start = EngineStarter()
+    starter = EngineStarter()
     with pytest.raises(error, match=message):
-        run(start, **{"drafter": str(write_head_folder()), **options})
-    assert start.specs == []
+        run(starter, **{"drafter": str(write_head_folder()), **options})
+    assert starter.specs == []
     assert not (tmp_path / "out").exists()
 
 
 def test_engine_options_are_passed_to_the_engines(run, write_head_folder):
-    start = EngineStarter()
+    starter = EngineStarter()
     engine_options = {"engine_args": "block_size=32", "draft_attention_backend": "triton_attn"}
-    report = run(start, drafter=str(write_head_folder()), num_speculative_tokens="2", **engine_options)
-    assert start.specs[0].extra["block_size"] == 32
-    assert start.specs[0].drafter is not None
-    assert start.specs[0].drafter.attention_backend == "TRITON_ATTN"
+    report = run(starter, drafter=str(write_head_folder()), num_speculative_tokens="2", **engine_options)
+    assert starter.specs[0].extra["block_size"] == 32
+    assert starter.specs[0].drafter is not None
+    assert starter.specs[0].drafter.attention_backend == "TRITON_ATTN"
     assert report["fingerprint"]["engine_args"] == {"block_size": 32}
 
 
@@ -242,7 +245,7 @@ def cell_of(k, stats, drafter="mine", **changes):
 
 
 def halving_cell(k, drafter="mine"):
-    """Return a cell with 16 drafts in which each position accepts half as many tokens as the previous position."""
+    """Return a cell with 16 drafts; each position has half as many accepted tokens as the previous position."""
     accepted = tuple(16 >> (i + 1) for i in range(k))
     stats = drafts(16, *accepted)
     code = CategoryResult(num_responses=2, num_output_tokens=20, speculation=stats)
@@ -275,7 +278,7 @@ def test_markdown_tables_are_rectangular_and_name_their_conditions(report):
     assert [len({line.count("|") for line in table.splitlines()}) for table in tables] == [1, 1]
     assert "| code | mine | 3 | 1.88 | 16 | 2 | 50% | 25% | 12% |" in tables[1]
     assert "vllm 0.29.0" in text
-    assert "2026-11-21" in text
+    assert "2026-11-21" in text  # the date of `make_pass_record`
 
 
 def test_length_plot_has_a_line_per_drafter(report):

@@ -41,7 +41,7 @@ class EngineStarter:
 
 
 class RecordingEngine(FakeEngine):
-    """Records its concurrency before each request; fails after a few requests if it has an `error`."""
+    """Records its number of running requests at each new one; fails at concurrency 3 if it has an `error`."""
 
     is_shut_down = False
 
@@ -51,6 +51,7 @@ class RecordingEngine(FakeEngine):
         self._running, self._error = 0, error
 
     async def generate(self, *args):
+        # Requests that started alone: 7 at concurrency 1; then, at concurrency 3, a warm-up request and a prompt.
         if self._error and self.concurrencies.count(1) > 8:
             raise self._error("the vLLM engine process died")
         self._running += 1
@@ -66,14 +67,16 @@ class RecordingEngine(FakeEngine):
 
 @pytest.fixture
 def run(target, write_head_folder, tmp_path, write_jsonl):
-    def run(start, messages=None, **options):
+    """Return a function that runs `peagle bench` and returns the report."""
+
+    def run(starter, messages=None, **options):
         values = {
             "model": str(target), "dataset": str(write_jsonl(ROWS)), "output": tmp_path / "out", "max_tokens": 40,
             "methods": "none,peagle", "drafter": f"peagle={write_head_folder()}", "num_speculative_tokens": "2,4",
             "concurrency": "1,3", "repeats": 2, "usd_per_hour": 3.6,
         } | options  # fmt: skip
         listener = MeasurementListener(say=(messages if messages is not None else []).append)
-        report, folder = bench(BenchConfig(**values), listener, start=start, tokenizer_of=lambda *_: ByteTokenizer())
+        report, folder = bench(BenchConfig(**values), listener, start=starter, tokenizer_of=lambda *_: ByteTokenizer())
         assert json.loads((folder / "report.json").read_bytes()) == report
         return report
 
@@ -90,12 +93,12 @@ def test_costs_of_engines_are_in_the_ledger(run, tmp_path):
     lifetime_s = sum(session.last_seen_at - session.started_at for session in ledger.sessions)
     total_usd = spend.attributed_usd + spend.loading_usd + spend.idle_usd + spend.lost_usd
     # Unix times are exact to a quarter of a microsecond, and these engines run for less than a second.
-    assert total_usd == pytest.approx(lifetime_s * 0.001, abs=1e-8)
+    assert total_usd == pytest.approx(lifetime_s * 0.001, abs=1e-8)  # $3.6 an hour is $0.001 a second
     busy_s = sum(session.busy_s for session in ledger.sessions)
     assert spend.attributed_usd == pytest.approx(busy_s * 0.001)
     assert spend.lost_usd == pytest.approx(0.0)
-    with_drafter = [session for session in ledger.sessions if session.num_speculative_tokens == 4]
-    assert {session.drafter is not None for session in with_drafter} == {True}
+    sessions_with_k4 = [session for session in ledger.sessions if session.num_speculative_tokens == 4]
+    assert {session.drafter is not None for session in sessions_with_k4} == {True}
 
 
 def test_failed_start_has_a_cost(run, tmp_path):
@@ -111,36 +114,36 @@ def fail_to_start(*_):
 
 
 def test_benchmark_measures_all_setups_in_two_rounds(run):
-    start = EngineStarter()
-    report = run(start)
-    assert start.ks == [0, 2, 4, 2, 0]  # the engine with K=4 is the last of the first round and the first of the second
-    assert all(engine.is_shut_down and max(engine.concurrencies) == 3 for engine in start.engines)
-    assert {spec.max_num_seqs for spec in start.specs} == {3}
+    starter = EngineStarter()
+    report = run(starter)
+    assert starter.ks == [0, 2, 4, 2, 0]  # K=4 ends the first round and begins the second with the same engine
+    assert all(engine.is_shut_down and max(engine.concurrencies) == 3 for engine in starter.engines)
+    assert {spec.max_num_seqs for spec in starter.specs} == {3}
     assert [(c["method"], c["k"], c["concurrency"], c["repeats"]) for c in report["cells"]] == [
         (method, k, c, 2) for method, k in (("none", 0), ("peagle", 2), ("peagle", 4)) for c in (1, 3)
     ]
-    none, k2 = report["cells"][0], report["cells"][2]
-    assert (none["acceptance_length"], none["num_drafts"]) == (None, 0)
+    cell_without_drafter, cell_k2 = report["cells"][0], report["cells"][2]
+    assert (cell_without_drafter["acceptance_length"], cell_without_drafter["num_drafts"]) == (None, 0)
     # The fake engine accepts only the first token of each draft.
-    assert (k2["acceptance_length"], k2["acceptance_rates"]) == (2.0, [1.0, 0.0])
-    assert k2["num_responses"] == 12
-    assert none["tokens_per_usd"] == pytest.approx(none["output_tokens_per_s"] * 1000)
-    assert 0 < none["ttft_s"]["p50"] <= none["ttft_s"]["p99"]
-    assert none["tpot_s"]["p50"] >= 0.0005
-    assert none["peak_memory_gib"] > 0
+    assert (cell_k2["acceptance_length"], cell_k2["acceptance_rates"]) == (2.0, [1.0, 0.0])
+    assert cell_k2["num_responses"] == 12
+    assert cell_without_drafter["tokens_per_usd"] == pytest.approx(cell_without_drafter["output_tokens_per_s"] * 1000)
+    assert 0 < cell_without_drafter["ttft_s"]["p50"] <= cell_without_drafter["ttft_s"]["p99"]
+    assert cell_without_drafter["tpot_s"]["p50"] >= 0.0005
+    assert cell_without_drafter["peak_memory_gib"] > 0
     assert report["labels"] == []
 
 
 def test_interrupted_benchmark_resumes(run, tmp_path):
-    stopped, resumed, repeated = (
+    interrupted, resumed, repeated = (
         EngineStarter(failing_engine=1, error=KeyboardInterrupt),
         EngineStarter(),
         EngineStarter(),
     )
     messages: list[str] = []
     with pytest.raises(KeyboardInterrupt):
-        run(stopped, messages)
-    assert all(engine.is_shut_down for engine in stopped.engines)
+        run(interrupted, messages)
+    assert all(engine.is_shut_down for engine in interrupted.engines)
     partial = json.loads((tmp_path / "out" / "report.json").read_bytes())
     assert [(c["method"], c["concurrency"], c["repeats"]) for c in partial["cells"]] == [
         ("none", 1, 1), ("none", 3, 1), ("peagle", 1, 1),
@@ -172,9 +175,9 @@ def test_failed_engine_is_reported_and_retried(run, tmp_path):
     assert "left" not in messages[-1]
     note = "Not complete: P-EAGLE K=2, because its engine failed: the vLLM engine process died"
     assert note in (tmp_path / "out" / "report.md").read_text()
-    after = run(retry)
+    retry_report = run(retry)
     assert retry.ks == [2]
-    assert (after["failed"], after["num_passes_left"], len(after["cells"])) == ({}, 0, 6)
+    assert (retry_report["failed"], retry_report["num_passes_left"], len(retry_report["cells"])) == ({}, 0, 6)
 
 
 def test_benchmark_fails_if_all_engines_fail(run, tmp_path):
@@ -191,14 +194,14 @@ def test_benchmark_fails_if_all_engines_fail(run, tmp_path):
 
 
 def test_time_budget_stops_a_benchmark_between_passes(run, tmp_path):
-    starts: list[EngineStarter] = []
+    starters: list[EngineStarter] = []
     num_left = []
     while not num_left or num_left[-1]:
-        starts.append(EngineStarter())
-        num_left.append(run(starts[-1], repeats=1, time_budget_s=1e-6)["num_passes_left"])
-        assert len(starts) <= 6
+        starters.append(EngineStarter())
+        num_left.append(run(starters[-1], repeats=1, time_budget_s=1e-6)["num_passes_left"])
+        assert len(starters) <= 6
     assert num_left == [5, 4, 3, 2, 1, 0]  # each command runs at least one pass; with this budget, exactly one
-    assert [start.ks for start in starts] == [[0], [0], [2], [2], [4], [4]]
+    assert [starter.ks for starter in starters] == [[0], [0], [2], [2], [4], [4]]
     assert "Not finished" not in (tmp_path / "out" / "report.md").read_text()
     unfinished = run(EngineStarter(), repeats=2, time_budget_s=1e-6)
     assert unfinished["num_passes_left"] == 5
@@ -213,6 +216,7 @@ def test_methods_k_and_repeats_can_be_added(run):
     run(EngineStarter(), num_speculative_tokens="2")
     report = run(extended, methods="none,peagle,ngram", num_speculative_tokens="2", repeats=3)
     assert [spec.drafter.method if spec.drafter else "none" for spec in extended.specs] == ["none", "peagle", "ngram"]
+    # Each repeat has 6 prompts at two concurrencies, and 1 + 3 warm-up requests.
     assert [len(engine.concurrencies) for engine in extended.engines] == [2 * 6 + 4] * 2 + [3 * (2 * 6 + 4)]
     assert {cell["repeats"] for cell in report["cells"]} == {3}
 
@@ -269,21 +273,21 @@ def test_engines_with_other_synthetic_acceptance_are_measured_again(run, write_h
     options: dict[str, Any] = {"repeats": 1, "num_speculative_tokens": "2"}
     first, added, other, retry = EngineStarter(), EngineStarter(), EngineStarter(), EngineStarter()
     run(first, synthetic_acceptance=["peagle=2"], **options)
-    both = options | {"methods": "none,eagle3,peagle", "drafter": heads}
-    report = run(added, synthetic_acceptance=["peagle=2", "eagle3=1.5"], **both)
+    two_heads = options | {"methods": "none,eagle3,peagle", "drafter": heads}
+    report = run(added, synthetic_acceptance=["peagle=2", "eagle3=1.5"], **two_heads)
     assert [spec.drafter and spec.drafter.method for spec in added.specs] == ["eagle3"]
     assert [setup["synthetic_rates"] for setup in report["setups"]] == [None, [0.5, 0.0], [1.0, 0.0]]
-    run(other, synthetic_acceptance=["peagle=2.5", "eagle3=1.5"], **both)
+    run(other, synthetic_acceptance=["peagle=2.5", "eagle3=1.5"], **two_heads)
     assert [spec.drafter and spec.drafter.synthetic_rates for spec in other.specs] == [(1.0, 0.5)]
-    run(retry, synthetic_acceptance=["eagle3=1.5", "peagle=2"], **both)
+    run(retry, synthetic_acceptance=["eagle3=1.5", "peagle=2"], **two_heads)
     assert retry.specs == []
     with pytest.raises(ConfigError, match="synthetic_acceptance: was 'by lot', now \\[\\]"):
-        run(retry, **both)
+        run(retry, **two_heads)
 
 
 def test_speed_is_measured_if_the_engine_has_no_times_per_request(run):
     class WithoutRequestTimes(FakeEngine):
-        """Counts drafts, but not per request, and reports no times."""
+        """An engine that counts drafts, but not per request, and reports no times."""
 
         async def generate(self, *args):
             from dataclasses import replace

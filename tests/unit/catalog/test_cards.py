@@ -8,17 +8,17 @@ from peagle.catalog.cards import Deployment, ModelCard, PublishedTable, StepTabl
 from peagle.errors import CatalogError
 
 
-def row(platform, limit, method="peagle", k=3):
+def speculation_row(platform, max_concurrency, method="peagle", k=3):
     return {
         "platform": platform,
-        "max_concurrency": limit,
+        "max_concurrency": max_concurrency,
         "method": method,
         "num_speculative_tokens": k,
         "source": "measured",
     }
 
 
-def card(*rows, **changes):
+def make_card(*rows, **changes):
     values: dict[str, Any] = {
         "name": "m",
         "title": "M",
@@ -42,7 +42,12 @@ def card(*rows, **changes):
     return ModelCard.model_validate(values | changes)
 
 
-CARD = card(row("cpu", 3, k=5), row("cpu", None, "none", 0), row("cuda", 8, k=7), row("cuda", 64, k=3))
+CARD = make_card(
+    speculation_row("cpu", 3, k=5),
+    speculation_row("cpu", None, "none", 0),
+    speculation_row("cuda", 8, k=7),
+    speculation_row("cuda", 64, k=3),
+)
 
 
 @pytest.mark.parametrize(
@@ -66,26 +71,26 @@ def test_recommended_k_by_concurrency_and_platform(concurrency, platform, expect
 @pytest.mark.parametrize(
     "rows",
     [
-        [row("cpu", 8), row("cpu", 4)],
-        [row("cpu", 4), row("cpu", 4)],
-        [row("cpu", None), row("cpu", 4)],
+        [speculation_row("cpu", 8), speculation_row("cpu", 4)],
+        [speculation_row("cpu", 4), speculation_row("cpu", 4)],
+        [speculation_row("cpu", None), speculation_row("cpu", 4)],
     ],
     ids=["descending", "twice", "unlimited-row-first"],
 )
-def test_rows_must_ascend(rows):
+def test_rows_of_a_platform_must_ascend_by_concurrency(rows):
     with pytest.raises(ValidationError, match="must ascend"):
-        card(*rows)
+        make_card(*rows)
 
 
 SHIPPED = ["gemma-4-31b-it", "gpt-oss-120b", "gpt-oss-20b", "qwen3-coder-30b-a3b-instruct", "smollm2-135m"]
 
 
-def test_the_shipped_cards_load():
+def test_shipped_cards_load():
     assert load_catalog().names() == SHIPPED
     assert [card.name for card in load_catalog()] == SHIPPED
 
 
-def test_unknown_models_get_suggestions():
+def test_unknown_model_gets_a_suggestion():
     with pytest.raises(CatalogError, match="gpt-os-20b") as caught:
         load_catalog().get("gpt-os-20b")
     assert "did you mean gpt-oss-20b" in caught.value.hint
@@ -136,7 +141,7 @@ def test_invalid_cards_are_refused_with_the_key(tmp_path, changes, key, hint):
     assert hint in caught.value.hint
 
 
-def test_a_card_has_the_name_of_its_file(tmp_path):
+def test_card_in_a_file_of_another_name_is_refused(tmp_path):
     path = write_card(tmp_path, "mine").rename(tmp_path / "yours.yaml")
     with pytest.raises(CatalogError, match="the file name differs from the card's name, mine") as caught:
         load_card(path)
@@ -144,7 +149,7 @@ def test_a_card_has_the_name_of_its_file(tmp_path):
 
 
 QWEN = "qwen3-coder-30b-a3b-instruct"
-# From AWS's post: speedups of the best P-EAGLE over the best EAGLE-3, and over no speculation.
+# From AWS's blog post: speedups of the best P-EAGLE over the best EAGLE-3, and over no speculation, by concurrency.
 PUBLISHED_GAINS = {
     "HumanEval": ([1.22, 1.15, 1.12], [3.97, 4.17, 3.94]),
     "SPEED-Bench, Code": ([1.41, 1.33, 1.24, 1.07, 1.02], [2.97, 3.12, 2.95, 2.59, 2.13]),
@@ -155,11 +160,11 @@ def speeds_row(method, k, *speeds):
     return {"method": method, "num_speculative_tokens": k, "output_tokens_per_s": list(speeds)}
 
 
-def table(**changes):
+def make_table(**changes):
     values = {
         "dataset": "HumanEval", "accelerator": "B200", "num_accelerators": 1, "precision": "fp8", "concurrency": [1, 8],
         "speeds": [speeds_row("none", 0, 10, 80), speeds_row("peagle", 3, 20, 150), speeds_row("peagle", 7, 30, 140)],
-        "source": "a post", "url": "https://example.org/post",
+        "source": "a blog post", "url": "https://example.org/post",
     }  # fmt: skip
     return PublishedTable.model_validate(values | changes)
 
@@ -178,15 +183,15 @@ def table(**changes):
 )
 def test_invalid_tables_are_refused(changes, message):
     with pytest.raises(ValidationError, match=message):
-        table(**changes)
+        make_table(**changes)
 
 
-def published():
+def published_tables():
     return [(card, table) for card in load_catalog() for table in card.published]
 
 
-@pytest.mark.parametrize(("card", "table"), published(), ids=lambda value: getattr(value, "dataset", ""))
-def test_recommended_k_is_the_best_published(card, table):
+@pytest.mark.parametrize(("card", "table"), published_tables(), ids=lambda value: getattr(value, "dataset", ""))
+def test_recommended_k_is_the_fastest_in_the_published_table(card, table):
     for concurrency, best in zip(table.concurrency, table.best("peagle"), strict=True):
         recommended = card.speculation_for(concurrency, "cuda")
         assert recommended is not None
@@ -198,12 +203,12 @@ def test_gains_equal_the_published_gains():
     tables = load_catalog().get(QWEN).published
     assert {table.dataset for table in tables} == set(PUBLISHED_GAINS)
     for table in tables:
-        gains_over_eagle3, gains_over_none = PUBLISHED_GAINS[table.dataset]
+        gains_over_eagle3, gains_over_none = PUBLISHED_GAINS[table.dataset]  # with two decimals
         assert table.gains("peagle", over="eagle3") == pytest.approx(gains_over_eagle3, abs=0.0051)
         assert table.gains("peagle", over="none") == pytest.approx(gains_over_none, abs=0.0051)
 
 
-def test_jumpstart_deploys_the_head_with_k_of_3():
+def test_card_has_jumpstarts_deployment_of_the_head():
     (deployment,) = load_catalog().get(QWEN).heads["peagle"].deployments
     assert (deployment.num_speculative_tokens, deployment.instance_type) == (3, "ml.g7e.2xlarge")
     assert "https://aws.amazon.com/blogs/" in deployment.source
@@ -211,8 +216,8 @@ def test_jumpstart_deploys_the_head_with_k_of_3():
         Deployment.model_validate(deployment.model_dump(exclude={"source"}))
 
 
-TABLE: dict[str, Any] = {
-    "platform": "cpu", "precision": "bf16", "source": "here", "concurrency": [1, 8],
+STEP_TABLE: dict[str, Any] = {
+    "platform": "cpu", "precision": "bf16", "source": "measured", "concurrency": [1, 8],
     "rows": [
         {"method": "none", "num_speculative_tokens": 0, "step_ms": [20.0, 40.0]},
         {"method": "peagle", "num_speculative_tokens": 3, "step_ms": [30.0, 80.0]},
@@ -221,32 +226,32 @@ TABLE: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_break_even_is_a_ratio_of_step_times_interpolated_by_k():
-    table = StepTable(**TABLE)
+def test_break_even_is_a_ratio_of_step_times_interpolated_between_k():
+    table = StepTable(**STEP_TABLE)
     assert table.break_even("peagle", 3) == {1: 1.5, 8: 2.0}
     assert table.break_even("peagle", 5) == pytest.approx({1: 1.75, 8: 3.0})
     assert [table.break_even(*unknown) for unknown in (("peagle", 1), ("peagle", 8), ("eagle3", 3))] == [{}, {}, {}]
 
 
 @pytest.mark.parametrize(
-    ("rows", "reason"),
+    ("rows", "message"),
     [
         ([{"method": "none", "num_speculative_tokens": 0, "step_ms": [20.0]}], "a time per concurrency"),
         ([{"method": "none", "num_speculative_tokens": 0, "step_ms": [20.0, 0.0]}], "above zero"),
-        (TABLE["rows"][1:], "one row with method none"),
-        ([*TABLE["rows"], TABLE["rows"][2]], "one per other method and K"),
-        ([TABLE["rows"][0] | {"spread": [0.1]}], "a value per concurrency"),
+        (STEP_TABLE["rows"][1:], "one row with method none"),
+        ([*STEP_TABLE["rows"], STEP_TABLE["rows"][2]], "one per other method and K"),
+        ([STEP_TABLE["rows"][0] | {"spread": [0.1]}], "a value per concurrency"),
     ],
 )
-def test_incomplete_step_tables_are_refused(rows, reason):
-    with pytest.raises(ValidationError, match=reason):
-        StepTable(**{**TABLE, "rows": rows})
+def test_invalid_step_tables_are_refused(rows, message):
+    with pytest.raises(ValidationError, match=message):
+        StepTable(**{**STEP_TABLE, "rows": rows})
 
 
 def test_shipped_card_has_break_evens():
     card = load_catalog().get("smollm2-135m")
     (table,) = card.steps
     for row in card.speculation:
-        needed = table.break_even(row.method, row.num_speculative_tokens)
-        assert set(needed) == set(table.concurrency)
-        assert all(1 < length < row.num_speculative_tokens + 1 for length in needed.values())
+        break_evens = table.break_even(row.method, row.num_speculative_tokens)
+        assert set(break_evens) == set(table.concurrency)
+        assert all(1 < length < row.num_speculative_tokens + 1 for length in break_evens.values())

@@ -27,7 +27,7 @@ def make_head(folder, **changes):
 
 
 def make_card(**changes):
-    """The embedded model's card with other heads and speculation rows."""
+    """Return the embedded model's card with other heads and speculation rows."""
     rows = [
         {"platform": "cpu", "max_concurrency": 3, "method": "peagle", "num_speculative_tokens": 3},
         {"platform": "cpu", "max_concurrency": 64, "method": "none", "num_speculative_tokens": 0},
@@ -42,7 +42,8 @@ def make_card(**changes):
 
 
 @pytest.fixture
-def shipped(tmp_path, monkeypatch):
+def shipped_folder(tmp_path, monkeypatch):
+    """The folder of the card's P-EAGLE head."""
     monkeypatch.setattr(drafters, "HEADS_FOLDER", tmp_path / "heads")
     return make_head(tmp_path / "heads" / "m-peagle")
 
@@ -52,10 +53,10 @@ def model():
     return ResolvedModel(name="m", path="/m", card=make_card(), fingerprint="f", config=CONFIG)
 
 
-def test_auto_uses_the_recommendation(model, shipped):
+def test_auto_uses_the_recommendation(model, shipped_folder):
     drafter = resolve_drafter("auto", model, 2, platform="cpu")
     assert drafter.spec is not None
-    assert (drafter.spec.method, drafter.spec.model) == ("peagle", str(shipped))
+    assert (drafter.spec.method, drafter.spec.model) == ("peagle", str(shipped_folder))
     assert drafter.spec.num_speculative_tokens == 3
     assert drafter.name == "m-peagle"
     assert "measured here" in drafter.note
@@ -69,20 +70,20 @@ def test_auto_uses_the_recommendation(model, shipped):
         (1, "cuda", "no measurements for 1 concurrent requests on cuda"),
     ],
 )
-def test_auto_without_a_recommendation_does_not_draft(model, shipped, concurrency, platform, reason):
+def test_auto_without_a_recommendation_does_not_draft(model, shipped_folder, concurrency, platform, reason):
     drafter = resolve_drafter("auto", model, concurrency, platform=platform)
     assert drafter.spec is None
     assert reason in drafter.note
 
 
-def test_auto_without_the_installed_head_does_not_draft(model, tmp_path, monkeypatch):
+def test_auto_without_the_shipped_head_does_not_draft(model, tmp_path, monkeypatch):
     monkeypatch.setattr(drafters, "HEADS_FOLDER", tmp_path / "nothing")
     drafter = resolve_drafter("auto", model, 1)
     assert drafter.spec is None
     assert "missing from this installation" in drafter.note
 
 
-def test_k_above_the_trained_depth_has_a_warning(model, shipped):
+def test_note_warns_of_k_above_the_trained_depth(model, shipped_folder):
     assert "K=9 exceeds the 8" in resolve_drafter("auto", model, 1, num_speculative_tokens=9).note
 
 
@@ -93,9 +94,9 @@ def test_k_above_the_trained_depth_has_a_warning(model, shipped):
         ({"speculators_model_type": "eagle3", "mask_token_id": None}, 3),
         ({"speculators_config": {"proposal_methods": [{"speculative_tokens": 6}]}}, 6),
     ],
-    ids=["default-peagle", "default-eagle3", "saved"],
+    ids=["default of P-EAGLE", "default of EAGLE-3", "in the head's config.json"],
 )
-def test_an_unmeasured_folder_uses_its_own_k(tmp_path, changes, k):
+def test_head_folder_without_measurements_has_a_default_k(tmp_path, changes, k):
     model = ResolvedModel(name="mine", path="/m", card=None, fingerprint="f", config=CONFIG)
     head = make_head(tmp_path / "my-head", **changes)
     drafter = resolve_drafter(str(head), model, 1)
@@ -103,7 +104,7 @@ def test_an_unmeasured_folder_uses_its_own_k(tmp_path, changes, k):
     assert (drafter.name, drafter.spec.num_speculative_tokens) == ("my-head", k)
 
 
-BLOCK = {
+BLOCK_HEAD = {
     "speculators_model_type": "dflash",
     "block_size": 8,
     "eagle_aux_hidden_state_layer_ids": None,
@@ -111,9 +112,9 @@ BLOCK = {
 }
 
 
-def test_block_heads_have_a_largest_k(tmp_path):
+def test_block_size_limits_k(tmp_path):
     model = ResolvedModel(name="mine", path="/m", card=None, fingerprint="f", config=CONFIG)
-    head = make_head(tmp_path / "my-head", **BLOCK)
+    head = make_head(tmp_path / "my-head", **BLOCK_HEAD)
     drafter = resolve_drafter(str(head), model, 1, num_speculative_tokens=7).spec
     assert drafter is not None
     assert (drafter.method, drafter.num_speculative_tokens) == ("dflash", 7)
@@ -124,7 +125,7 @@ def test_block_heads_have_a_largest_k(tmp_path):
 def test_block_heads_with_mixed_attention_need_a_gpu(tmp_path):
     model = ResolvedModel(name="mine", path="/m", card=None, fingerprint="f", config=CONFIG)
     layer = {**CONFIG, "layer_types": ["sliding_attention", "full_attention"]}
-    head = make_head(tmp_path / "my-head", **BLOCK, transformer_layer_config=layer)
+    head = make_head(tmp_path / "my-head", **BLOCK_HEAD, transformer_layer_config=layer)
     assert resolve_drafter(str(head), model, 1, platform="cuda").spec is not None
     with pytest.raises(DrafterError, match="only on GPUs"):
         resolve_drafter(str(head), model, 1, platform="cpu")
@@ -138,7 +139,7 @@ def test_retraining_a_head_changes_its_fingerprint(model, tmp_path):
     assert resolve_drafter(str(head), model, 1).fingerprint != before
 
 
-def test_heads_are_pinned_to_a_commit(model, moving_hub, tmp_path):
+def test_head_on_the_hub_is_pinned_to_a_commit(model, moving_hub, tmp_path):
     head = {"hidden_size": 576, "vocab_size": 49152, "ptd_token_id": 7}
     moving_hub.push("org/head", FIRST_COMMIT, head)
     before = resolve_drafter("org/head", model, 1)
@@ -150,12 +151,12 @@ def test_heads_are_pinned_to_a_commit(model, moving_hub, tmp_path):
     assert after.spec is not None
     assert after.spec.revision == SECOND_COMMIT
     assert resolve_drafter("org/head", model, 1, commits={"org/head": FIRST_COMMIT}) == before
-    local = resolve_drafter(str(make_head(tmp_path / "mine")), model, 1)
-    assert local.spec is not None
-    assert local.spec.revision is None
+    local_drafter = resolve_drafter(str(make_head(tmp_path / "mine")), model, 1)
+    assert local_drafter.spec is not None
+    assert local_drafter.spec.revision is None
 
 
-def test_missing_heads_of_the_card_are_refused():
+def test_method_without_a_head_on_the_card_is_refused():
     card = make_card(heads={}, speculation=[])
     model = ResolvedModel(name="m", path="/m", card=card, fingerprint="f", config=CONFIG)
     with pytest.raises(DrafterError, match="the catalog has no peagle head for m") as caught:
@@ -187,13 +188,13 @@ def test_drafter_names_in_reports_are_accepted(name, monkeypatch):
     assert resolve_drafter(str(by_name.name), model, 1) == by_method  # reports print this name
 
 
-@pytest.mark.parametrize("variant", ["", "-long-context"])
-def test_hub_head_is_found_without_its_organisation(variant):
-    name = f"Qwen3-Coder-30B-A3B-Instruct-P-EAGLE{variant}"
+@pytest.mark.parametrize("suffix", ["", "-long-context"])
+def test_hub_head_is_found_without_its_organisation(suffix):
+    name = f"Qwen3-Coder-30B-A3B-Instruct-P-EAGLE{suffix}"
     assert find_head(name) == find_head(f"amazon/{name}") == f"amazon/{name}"
 
 
-def test_folders_have_priority_over_names(tmp_path, monkeypatch):
+def test_folder_has_priority_over_a_head_name_but_not_over_a_method(tmp_path, monkeypatch):
     monkeypatch.setattr(drafters, "whole_head", lambda folder: folder)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "smollm2-135m-peagle").mkdir()

@@ -34,11 +34,12 @@ def make_model(folder, **changes):
 
 @pytest.fixture
 def hub(monkeypatch):
+    """Replaces the hub: every model has `CONFIG` and the commit abc123."""
     monkeypatch.setattr(targets, "hub_config", lambda model_id, revision=None: CONFIG)
     monkeypatch.setattr(targets, "hub_commit", lambda model_id, revision=None: "abc123")
 
 
-def test_the_embedded_model_resolves_to_its_converted_folder(tmp_path, monkeypatch):
+def test_embedded_model_resolves_to_its_converted_folder(tmp_path, monkeypatch):
     folder = make_model(tmp_path / "converted")
     for module in (targets, local):
         monkeypatch.setattr(module, "ensure_embedded", lambda name, announce=None: folder)
@@ -51,7 +52,7 @@ def test_the_embedded_model_resolves_to_its_converted_folder(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("name", ["gpt-oss-20b", "openai/gpt-oss-20b"])
-def test_a_catalog_model_on_the_hub_resolves_to_its_id(hub, name):
+def test_catalog_model_on_the_hub_resolves_to_its_id(hub, name):
     model = resolve_model(name)
     assert (model.name, model.path, model.fingerprint) == (
         "gpt-oss-20b",
@@ -63,7 +64,7 @@ def test_a_catalog_model_on_the_hub_resolves_to_its_id(hub, name):
     assert local_path(name) == "openai/gpt-oss-20b"
 
 
-def test_the_cards_revision_is_loaded(hub, monkeypatch):
+def test_revision_of_the_card_is_used(hub, monkeypatch):
     card = load_catalog().find("gpt-oss-20b")
     assert card is not None
     assert resolve_model("gpt-oss-20b").revision == "abc123"
@@ -86,14 +87,14 @@ def test_models_are_pinned_to_a_commit(moving_hub):
     assert resolve_model("org/model", commits={"org/model": FIRST_COMMIT}) == before
 
 
-def test_a_hub_id_outside_the_catalog_resolves_without_a_card(hub):
+def test_hub_id_outside_the_catalog_resolves_without_a_card(hub):
     model = resolve_model("org/model")
     assert (model.name, model.path, model.card) == ("org/model", "org/model", None)
     assert model.native_quantization is None
     assert local_path("org/model") == "org/model"
 
 
-def test_a_model_folder_is_resolved(tmp_path, monkeypatch):
+def test_model_folder_resolves_by_name_and_path(tmp_path, monkeypatch):
     folder = make_model(tmp_path / "mine", quantization_config={"quant_method": "compressed-tensors"})
     monkeypatch.chdir(tmp_path)
     for name in (str(folder), "mine", "./mine"):
@@ -134,14 +135,14 @@ def test_folder_without_a_valid_config_is_refused(tmp_path, content, message):
         resolve_model(str(tmp_path))
 
 
-def test_a_model_without_a_context_length_is_refused(tmp_path):
+def test_model_without_a_context_length_is_refused(tmp_path):
     model = resolve_model(str(make_model(tmp_path / "m", max_position_embeddings=None)))
     with pytest.raises(ConfigError, match="max_position_embeddings") as caught:
         context_tokens(model)
     assert "max_model_len" in caught.value.hint
 
 
-def test_fingerprints_depend_on_content(tmp_path):
+def test_fingerprint_depends_on_content_but_not_on_path_or_hidden_files(tmp_path):
     original = make_model(tmp_path / "a")
     copy = Path(shutil.copytree(original, tmp_path / "b"))
     assert folder_fingerprint(copy) == folder_fingerprint(original)
@@ -149,8 +150,8 @@ def test_fingerprints_depend_on_content(tmp_path):
     assert folder_fingerprint(copy) == folder_fingerprint(original)
 
 
-@pytest.mark.parametrize("offset", [0, 300, 256 * 1024 - 1], ids=["first", "early", "last"])
-def test_fingerprints_depend_on_both_ends_of_a_file(tmp_path, offset):
+@pytest.mark.parametrize("offset", [0, 300, 256 * 1024 - 1], ids=["first byte", "near the start", "last byte"])
+def test_fingerprint_depends_on_both_ends_of_a_file(tmp_path, offset):
     folder = make_model(tmp_path / "a")
     before = folder_fingerprint(folder)
     content = bytearray((folder / "model.safetensors").read_bytes())
@@ -159,19 +160,19 @@ def test_fingerprints_depend_on_both_ends_of_a_file(tmp_path, offset):
     assert folder_fingerprint(folder) != before
 
 
-class Hub:
-    """A fake hub client with a cache and a network that may be down."""
+class FakeHub:
+    """A fake hub client. The file might be cached, and the network might be down."""
 
     def __init__(self, tmp_path):
         self.file = tmp_path / "config.json"
         self.file.write_text(json.dumps({"hidden_size": 8}))
-        self.cached = False
+        self.is_cached = False
         self.failure: Exception | None = None
         self.connections: list[Any] = []
-        self.online = True
+        self.is_online = True
 
     def download(self, model_id, name, revision=None, local_files_only=False):
-        if local_files_only and not self.cached:
+        if local_files_only and not self.is_cached:
             raise LocalEntryNotFoundError("not cached")
         if not local_files_only and self.failure:
             raise self.failure
@@ -179,14 +180,14 @@ class Hub:
 
     def connect(self, address, timeout):
         self.connections.append(address)
-        if not self.online:
+        if not self.is_online:
             raise OSError("no route")
         return socket.socket()
 
 
 @pytest.fixture
 def hub_client(tmp_path, monkeypatch):
-    hub = Hub(tmp_path)
+    hub = FakeHub(tmp_path)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", hub.download)
     monkeypatch.setattr(socket, "create_connection", hub.connect)
     for name in ("HF_HUB_OFFLINE", "HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy", "HF_ENDPOINT"):
@@ -194,47 +195,47 @@ def hub_client(tmp_path, monkeypatch):
     return hub
 
 
-def test_the_cache_needs_no_network(hub_client):
-    hub_client.cached, hub_client.online = True, False
+def test_cached_config_needs_no_network(hub_client):
+    hub_client.is_cached, hub_client.is_online = True, False
     assert hub_config("org/m") == {"hidden_size": 8}
     assert hub_client.connections == []
 
 
-def test_a_mirror_replaces_the_hub(hub_client, monkeypatch):
+def test_mirror_is_contacted_instead_of_the_hub(hub_client, monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", "http://mirror.example:8080")
     hub_config("org/m")
     assert hub_client.connections == [("mirror.example", 8080)]
 
 
 def test_without_a_network_the_hint_names_the_embedded_model(hub_client):
-    hub_client.online = False
+    hub_client.is_online = False
     with pytest.raises(CatalogError, match="org/m is not in the local") as caught:
         hub_config("org/m")
     assert "smollm2-135m" in caught.value.hint
 
 
-def test_behind_a_proxy_the_client_is_used(hub_client, monkeypatch):
+def test_with_a_proxy_no_direct_connection_is_needed(hub_client, monkeypatch):
     monkeypatch.setenv("HTTPS_PROXY", "http://proxy.example:3128")
-    hub_client.online = False
+    hub_client.is_online = False
     assert hub_config("org/m") == {"hidden_size": 8}
-    hub_client.failure = LocalEntryNotFoundError("proxy says no")
+    hub_client.failure = LocalEntryNotFoundError("refused by the proxy")
     with pytest.raises(CatalogError, match="is not reachable"):
         hub_config("org/m")
 
 
 class Response:
     status_code = 404
-    headers: dict[str, str] = {}  # noqa: RUF012 - read by the hub's own error
+    headers: dict[str, str] = {}  # noqa: RUF012 - read by the hub's error classes
     request = None
 
 
 @pytest.mark.parametrize(
-    ("kind", "reason", "hint"),
+    ("error_type", "message", "hint"),
     [(RepositoryNotFoundError, "no model org/m", "HF_TOKEN"), (GatedRepoError, "gated", "licence")],
 )
-def test_hub_errors_have_hints(hub_client, kind, reason, hint):
-    hub_client.failure = kind("refused", response=Response())
-    with pytest.raises(CatalogError, match=reason) as caught:
+def test_hub_errors_have_hints(hub_client, error_type, message, hint):
+    hub_client.failure = error_type("refused", response=Response())
+    with pytest.raises(CatalogError, match=message) as caught:
         hub_config("org/m")
     assert hint in caught.value.hint
 

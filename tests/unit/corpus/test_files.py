@@ -1,4 +1,3 @@
-import functools
 import gzip
 import os
 import socket
@@ -16,20 +15,20 @@ from peagle.errors import InputError
 from peagle.storage import s3_client
 
 
-def discover_names(uri, input_format="auto"):
+def names_and_formats(uri, input_format="auto"):
     return [(Path(file.path).name, file.format) for file in discover(str(uri), input_format)]
 
 
-def test_discover_file_folder_or_glob(write, tmp_path):
+def test_input_is_a_file_folder_or_glob(write, tmp_path):
     for name in ("a.jsonl", "b.ndjson.gz", "c.csv.zst", "d.parquet", "notes.txt", ".hidden.jsonl", "readme.md"):
         write(name, b"x")
     all_files = [("a.jsonl", "jsonl"), ("b.ndjson.gz", "jsonl"), ("c.csv.zst", "csv"), ("d.parquet", "parquet")]
-    assert discover_names(tmp_path) == all_files
-    assert discover_names(tmp_path / "a.jsonl") == all_files[:1]
-    assert discover_names(tmp_path / "*js*") == all_files[:2]
-    assert discover_names(tmp_path, "csv") == [("c.csv.zst", "csv")]
-    assert discover_names(tmp_path, "text") == [("notes.txt", "text")]
-    assert discover_names(tmp_path, "openai-batch") == [
+    assert names_and_formats(tmp_path) == all_files
+    assert names_and_formats(tmp_path / "a.jsonl") == all_files[:1]
+    assert names_and_formats(tmp_path / "*js*") == all_files[:2]
+    assert names_and_formats(tmp_path, "csv") == [("c.csv.zst", "csv")]
+    assert names_and_formats(tmp_path, "text") == [("notes.txt", "text")]
+    assert names_and_formats(tmp_path, "openai-batch") == [
         (name, "openai-batch") for name, format_ in all_files if format_ == "jsonl"
     ]
 
@@ -42,8 +41,8 @@ def test_suffixes_are_not_case_sensitive(write, tmp_path):
     write("a.JsonL.Zst", pa.compress(b'{"prompt": "a"}\n', codec="zstd", asbytes=True))
     write("E.TXT", b"e\n")
     formats = {"B.CSV": "csv", "a.JsonL.Zst": "jsonl", "c.csv.GZ": "csv", "d.PARQUET": "parquet"}
-    assert discover_names(tmp_path) == list(formats.items())
-    assert discover_names(tmp_path / "*.[CT]??") == [("B.CSV", "csv"), ("E.TXT", "text")]
+    assert names_and_formats(tmp_path) == list(formats.items())
+    assert names_and_formats(tmp_path / "*.[CT]??") == [("B.CSV", "csv"), ("E.TXT", "text")]
     rows = corpus.read_all(discover(str(tmp_path)))
     assert [row["prompt"] for row in rows] == ["b", "a", "c", "d"]
 
@@ -54,7 +53,7 @@ UNKNOWN_FORMAT = (
 
 
 @pytest.mark.parametrize(
-    ("names", "input_format", "notes"),
+    ("names", "input_format", "expected_notes"),
     [
         (["a.csv", "_SUCCESS", ".b.csv", "README.md", "readme.txt", "LICENSE", "run.py"], "auto", []),
         (["a.csv", "b.JSON", "c.csv.bz2", "d.gz", "part-1"], "auto",
@@ -67,15 +66,17 @@ UNKNOWN_FORMAT = (
          ["Y=1/ ignored: subfolders need a glob such as 'FOLDER/**/*.parquet'"]),
     ],
 )  # fmt: skip
-def test_ignored_files_of_a_folder_are_announced(write, tmp_path, names, input_format, notes):
+def test_ignored_files_of_a_folder_are_announced(write, tmp_path, names, input_format, expected_notes):
     for name in names:
         write(name, b"x")
-    announced = []
-    assert len(discover(str(tmp_path), input_format, announce=announced.append)) == 1
-    assert [note.replace(str(tmp_path), "FOLDER") for note in announced] == [f"input FOLDER: {note}" for note in notes]
+    notes = []
+    assert len(discover(str(tmp_path), input_format, announce=notes.append)) == 1
+    assert [note.replace(str(tmp_path), "FOLDER") for note in notes] == [
+        f"input FOLDER: {note}" for note in expected_notes
+    ]
 
 
-def test_folder_with_only_unknown_formats(write, tmp_path, capsys):
+def test_files_of_unknown_formats_are_named_in_the_hint_or_a_note(write, tmp_path, capsys):
     write("a.json", b"{}")
     with pytest.raises(InputError) as error:
         discover(str(tmp_path))
@@ -98,7 +99,7 @@ GLOBS = [
 
 
 @pytest.mark.parametrize(("pattern", "names"), GLOBS)
-def test_glob_skips_hidden_files(write, tmp_path, pattern, names):
+def test_glob_matches_hidden_files_only_if_the_pattern_has_their_dot(write, tmp_path, pattern, names):
     for name in ("set/a.jsonl", "set/sub/b.jsonl", *HIDDEN):
         write(name, b"x")
     assert [str(Path(file.path).relative_to(tmp_path)) for file in discover(f"{tmp_path}/{pattern}")] == names
@@ -113,17 +114,17 @@ def test_existing_name_is_not_a_glob(write, name):
 
 @pytest.mark.parametrize("pattern", ["**/*.jsonl", "runs/*/*.jsonl", "*/*/export/*/*.jsonl"])
 def test_glob_excludes_the_runs_own_folder(write, tmp_path, pattern):
-    other_files = [write("runs/first/a.jsonl", b"x"), write("runs/first/export/jsonl/output.jsonl", b"x")]
+    other_runs_files = [write("runs/first/a.jsonl", b"x"), write("runs/first/export/jsonl/output.jsonl", b"x")]
     for name in ("a.jsonl", "export/jsonl/output.jsonl", "failed/unit-00000000.0.jsonl"):
         write(f"runs/second/{name}", b"x")
     (tmp_path / "link").symlink_to(tmp_path / "runs")
     for own_folder in (tmp_path / "runs/second", tmp_path / "link/second"):
         files = {Path(file.path).resolve() for file in discover(f"{tmp_path}/{pattern}", exclude=str(own_folder))}
-        assert files <= set(map(Path, other_files)), files
+        assert files <= set(map(Path, other_runs_files)), files
         assert files
 
 
-def test_glob_with_only_the_runs_own_files(write, tmp_path):
+def test_glob_that_matches_only_the_runs_own_files_is_refused(write, tmp_path):
     write("run/export/jsonl/output.jsonl", b"x")
     with pytest.raises(InputError, match="no such file"):
         discover(f"{tmp_path}/**/*.jsonl", exclude=f"{tmp_path}/run")
@@ -136,14 +137,14 @@ def test_file_name_that_is_not_utf_8_is_refused(tmp_path, glob):
         discover(f"{tmp_path}{glob}")
 
 
-def test_folder_of_text_files(write, tmp_path):
+def test_folder_with_only_text_files_is_read(write, tmp_path):
     write("a.txt", b"x")
     write("b.txt.gz", b"y")
-    assert discover_names(tmp_path) == [("a.txt", "text"), ("b.txt.gz", "text")]
+    assert names_and_formats(tmp_path) == [("a.txt", "text"), ("b.txt.gz", "text")]
 
 
 def test_input_format_overrides_suffix(write):
-    assert discover_names(write("prompts.log.gz", b"x"), "text") == [("prompts.log.gz", "text")]
+    assert names_and_formats(write("prompts.log.gz", b"x"), "text") == [("prompts.log.gz", "text")]
 
 
 @pytest.fixture
@@ -178,7 +179,7 @@ def test_s3_files_folders_and_globs(put_object):
 
 
 @pytest.mark.parametrize(("pattern", "names"), GLOBS)
-def test_s3_glob_skips_hidden_objects(put_object, pattern, names):
+def test_s3_glob_matches_hidden_objects_only_if_the_pattern_has_their_dot(put_object, pattern, names):
     for name in ("set/a.jsonl", "set/sub/b.jsonl", *HIDDEN):
         put_object(f"prompts/{name}", b"x")
     assert [file.path for file in discover(f"s3://bucket/prompts/{pattern}")] == [
@@ -189,9 +190,9 @@ def test_s3_glob_skips_hidden_objects(put_object, pattern, names):
 def test_ignored_objects_of_an_s3_folder_are_announced(put_object):
     for name in ("set/a.csv", "set/b.json", "set/y=1/c.csv", "set/run/unit.parquet", "set/_temporary/d.csv"):
         put_object(f"prompts/{name}", b"x")
-    announced = []
-    discover("s3://bucket/prompts/set", exclude="s3://bucket/prompts/set/run", announce=announced.append)
-    assert announced == [
+    notes = []
+    discover("s3://bucket/prompts/set", exclude="s3://bucket/prompts/set/run", announce=notes.append)
+    assert notes == [
         f"input s3://bucket/prompts/set: b.json {UNKNOWN_FORMAT}",
         "input s3://bucket/prompts/set: y=1/ ignored: subfolders need a glob such as 's3://bucket/prompts/set/**/*.parquet'",
     ]
@@ -222,14 +223,14 @@ def _only_span(uri):
     return span
 
 
-def _socket(path):
+def _create_socket(path):
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
 
 
 SPECIAL_FILES = [
     (os.mkfifo, r"a named pipe(.|\n)*prompts\.jsonl"),
-    (_socket, "a socket"),
+    (_create_socket, "a socket"),
     (lambda path: path.symlink_to("/dev/null"), "a device"),
     (lambda path: path.symlink_to("gone.jsonl"), r"a symbolic link to 'gone\.jsonl', which does not exist"),
     (lambda path: path.symlink_to(path.name), "a symbolic link to 'a.jsonl', which does not exist"),
@@ -238,10 +239,10 @@ SPECIAL_FILES = [
 
 @pytest.mark.parametrize("pattern", ["a.jsonl", "*.jsonl", ""])
 @pytest.mark.parametrize(
-    ("make", "message"), SPECIAL_FILES, ids=["pipe", "socket", "device", "broken link", "link to itself"]
+    ("create", "message"), SPECIAL_FILES, ids=["pipe", "socket", "device", "broken link", "link to itself"]
 )
-def test_special_files_are_refused(tmp_path, make, message, pattern):
-    make(tmp_path / "a.jsonl")
+def test_special_files_are_refused(tmp_path, create, message, pattern):
+    create(tmp_path / "a.jsonl")
     (tmp_path / "b.jsonl").write_bytes(b"x")
     with pytest.raises(InputError, match=message):
         discover(str(tmp_path / pattern))
@@ -279,7 +280,7 @@ MARKER_FILES = (
 def test_markers_of_other_programs_are_skipped(write, tmp_path, pattern):
     for name in ("part-0.jsonl", "_part-1.jsonl", *MARKER_FILES):
         write(f"out/{name}", b"x")
-    assert discover_names(tmp_path / pattern) == [("_part-1.jsonl", "jsonl"), ("part-0.jsonl", "jsonl")]
+    assert names_and_formats(tmp_path / pattern) == [("_part-1.jsonl", "jsonl"), ("part-0.jsonl", "jsonl")]
 
 
 @pytest.mark.parametrize(
@@ -293,14 +294,13 @@ def test_markers_of_other_programs_are_skipped(write, tmp_path, pattern):
         (("data", "data/a.jsonl/"), "s3://bucket/data/**"),
     ],
 )
-def test_folder_objects_are_skipped(s3, folder_objects, uri):
-    put = functools.partial(s3_client.store().api.put_object, Bucket="bucket")
+def test_folder_objects_are_skipped(put_object, folder_objects, uri):
     for name in (*folder_objects, "data/_SUCCESS"):
-        put(Key=name, Body=b"")
-    put(Key="data/sub/deep/readme", Body=b"x")
-    put(Key="data/a.jsonl", Body=b"x")
-    if uri.endswith("data*"):  # the glob matches only this object
-        put(Key="data.csv", Body=b"x")
+        put_object(name, b"")
+    put_object("data/sub/deep/readme", b"x")
+    put_object("data/a.jsonl", b"x")
+    if uri.endswith("data*"):  # of all objects, the glob matches only data.csv
+        put_object("data.csv", b"x")
         assert [file.path for file in discover(uri)] == ["s3://bucket/data.csv"]
     elif "**" in uri:
         with pytest.raises(InputError, match="readme: unknown format"):

@@ -41,20 +41,22 @@ def service_objects(**options):
 
 
 def test_objects_match_kuberay_schemas():
-    for item in [*job_objects()[1:], *job_objects(schedule="0 2 * * *", time_zone="Etc/UTC")[1:], *service_objects()]:
+    nightly_objects = job_objects(schedule="0 2 * * *", time_zone="Etc/UTC")
+    for item in [*job_objects()[1:], *nightly_objects[1:], *service_objects()]:  # without the ConfigMaps
         jsonschema.validate(item, {"$ref": f"#/$defs/{item['kind']}", "$defs": CRDS["$defs"]})
 
 
 def pod_specs(cluster):
+    """Return the pod specs of the head and of the workers."""
     head, workers = cluster["headGroupSpec"], cluster["workerGroupSpecs"][0]
     return head["template"]["spec"], workers["template"]["spec"]
 
 
 def test_job_has_the_configuration_and_one_pod_per_machine(tmp_path):
-    config, ray_job = job_objects()
+    config_map, ray_job = job_objects()
     cluster = ray_job["spec"]["rayClusterSpec"]
     head, worker = pod_specs(cluster)
-    (tmp_path / "job.yaml").write_text(config["data"]["job.yaml"])
+    (tmp_path / "job.yaml").write_text(config_map["data"]["job.yaml"])
     deployed_config, example_config = (
         flags.load_file(GenerateConfig, folder / "job.yaml") for folder in (tmp_path, ROOT / "examples")
     )
@@ -69,7 +71,7 @@ def test_job_has_the_configuration_and_one_pod_per_machine(tmp_path):
     assert ray_job["spec"]["shutdownAfterJobFinishes"] is True
 
 
-def test_pods_have_shared_memory_and_a_volume_and_few_privileges():
+def test_pods_have_shared_memory_a_volume_and_few_privileges():
     for spec in (
         *pod_specs(job_objects()[1]["spec"]["rayClusterSpec"]),
         *pod_specs(service_objects()[0]["spec"]["rayClusterConfig"]),
@@ -96,21 +98,21 @@ def test_secrets_are_referenced_but_not_written(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("machine", "labels", "taints"),
+    ("instance_type", "labels", "taints"),
     [
         ("p5.48xlarge", {"eks.amazonaws.com/capacityType", "karpenter.sh/capacity-type"}, set()),
         ("a3-highgpu-8g", {"cloud.google.com/gke-spot"}, {"cloud.google.com/gke-spot"}),
     ],
 )
-def test_spot_market_selects_spot_nodes(tmp_path, machine, labels, taints):
+def test_spot_market_selects_spot_nodes(tmp_path, instance_type, labels, taints):
     path = tmp_path / "run.yaml"
-    text = f"input: s3://b/in\noutput: s3://b/out\ninstance_type: {machine}\nmarket: "
+    text = f"input: s3://b/in\noutput: s3://b/out\ninstance_type: {instance_type}\nmarket: "
     path.write_text(text + "spot\n")
     worker = pod_specs(make_objects(path)[1]["spec"]["rayClusterSpec"])[1]
     required = worker["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
     assert {term["matchExpressions"][0]["key"] for term in required["nodeSelectorTerms"]} == labels
     assert {toleration["key"] for toleration in worker["tolerations"]} == {"nvidia.com/gpu", *taints}
-    path.write_text(text + "on_demand\nregion: " + ("us-east-1\n" if machine.startswith("p5") else "us-east4\n"))
+    path.write_text(text + "on_demand\nregion: " + ("us-east-1\n" if instance_type.startswith("p5") else "us-east4\n"))
     assert "affinity" not in pod_specs(make_objects(path)[1]["spec"]["rayClusterSpec"])[1]
 
 
@@ -122,13 +124,13 @@ def test_engine_range_enables_autoscaling(tmp_path):
     assert (cluster["enableInTreeAutoscaling"], group["minReplicas"], group["maxReplicas"]) == (True, 1, 4)
 
 
-def test_scheduled_run_writes_to_its_own_folder():
-    config, nightly = job_objects(schedule="0 2 * * *", time_zone="Etc/UTC")
-    assert (nightly["kind"], nightly["spec"]["schedule"], nightly["spec"]["timeZone"]) == (
+def test_each_scheduled_run_writes_to_its_own_folder():
+    config_map, cron_job = job_objects(schedule="0 2 * * *", time_zone="Etc/UTC")
+    assert (cron_job["kind"], cron_job["spec"]["schedule"], cron_job["spec"]["timeZone"]) == (
         "RayCronJob", "0 2 * * *", "Etc/UTC",
     )  # fmt: skip
-    assert nightly["spec"]["jobTemplate"] == job_objects()[1]["spec"]
-    assert 's3://my-bucket/runs/unit-tests/"${RAY_CLUSTER_NAME%-*}"' in config["data"]["run.sh"]
+    assert cron_job["spec"]["jobTemplate"] == job_objects()[1]["spec"]
+    assert 's3://my-bucket/runs/unit-tests/"${RAY_CLUSTER_NAME%-*}"' in config_map["data"]["run.sh"]
 
 
 def test_service_has_a_serve_config_and_the_keys_of_a_secret():
@@ -141,7 +143,7 @@ def test_service_has_a_serve_config_and_the_keys_of_a_secret():
     assert (schema.http_options.host, schema.http_options.port) == ("0.0.0.0", 8000)
     head, worker = pod_specs(ray_service["spec"]["rayClusterConfig"])
     assert "ports" not in head["containers"][0]  # otherwise KubeRay would add no default ports to its Service
-    for spec in (head, worker):  # the ingress might run on either of them
+    for spec in (head, worker):  # the ingress might run on the head or on a worker
         assert {"name": "etc-peagle-keys", "mountPath": "/etc/peagle-keys"} in spec["containers"][0]["volumeMounts"]
         env = {variable["name"]: variable["value"] for variable in spec["containers"][0]["env"]}
         assert env.items() >= ENVIRONMENT.items()
@@ -177,6 +179,9 @@ def test_unsupported_configurations_are_refused(tmp_path, text, message):
 def test_invalid_options_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         job_objects(**options)
+
+
+def test_schedule_is_only_for_bulk_runs():
     assert job_objects(schedule="@daily")[1]["kind"] == "RayCronJob"
     with pytest.raises(ConfigError, match="--schedule is for bulk runs"):
         service_objects(schedule="0 2 * * *")
@@ -186,32 +191,32 @@ def test_invalid_options_are_refused(options, message):
 def start_script(tmp_path):
     """Return a function that starts a script of a job with fake commands.
 
-    Its method `calls` returns the commands that were called.
+    The function has a method `calls`, which returns the commands that were called.
     """
-    data = job_objects(schedule="0 2 * * *")[0]["data"]
+    scripts = job_objects(schedule="0 2 * * *")[0]["data"]
     folder = tmp_path / "bin"
     folder.mkdir()
-    calls = tmp_path / "calls"
+    calls_file = tmp_path / "calls"
 
-    def replace_command(name, body):
+    def write_fake_command(name, body):
         path = folder / name
-        path.write_text(f'#!/bin/sh\necho "{name} $@" >> {calls}\n{body}\n')
+        path.write_text(f'#!/bin/sh\necho "{name} $@" >> {calls_file}\n{body}\n')
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
 
     for name in ("run.sh", "stop.sh"):
-        text = data[name].replace("/tmp/peagle.pid", str(tmp_path / "pid"))
+        text = scripts[name].replace("/tmp/peagle.pid", str(tmp_path / "pid"))
         (tmp_path / name).write_text(text)
-    replace_command("ray", "")
-    replace_command("sleep", "/bin/sleep 0.1")
+    write_fake_command("ray", "")
+    write_fake_command("sleep", "/bin/sleep 0.1")
     path = f"{folder}:{Path(os.sys.executable).parent}:/usr/bin:/bin"
     env = {"PATH": path, "RAY_CLUSTER_NAME": "job-29400000-x7k2p"}
 
     def start(name, peagle=None):
         if peagle is not None:
-            replace_command("peagle", peagle)
+            write_fake_command("peagle", peagle)
         return subprocess.Popen(["sh", str(tmp_path / name)], env=env)
 
-    start.calls = lambda: calls.read_text().splitlines() if calls.exists() else []
+    start.calls = lambda: calls_file.read_text().splitlines() if calls_file.exists() else []
     return start
 
 
@@ -225,12 +230,12 @@ def test_job_script_has_the_exit_code_of_the_run(start_script, code):
 
 def test_job_with_an_invalid_configuration_is_stopped_and_not_retried(start_script):
     assert start_script("run.sh", "exit 2").wait(20) == 2
-    stop = "ray job stop --address http://127.0.0.1:8265 --no-wait peagle-job"
-    assert start_script.calls()[1:] == [stop, "sleep 60"]
+    stop_command = "ray job stop --address http://127.0.0.1:8265 --no-wait peagle-job"
+    assert start_script.calls()[1:] == [stop_command, "sleep 60"]
 
 
 def test_pre_stop_hook_waits_for_the_run(start_script, tmp_path):
-    assert start_script("stop.sh").wait(20) == 0, "there is no run yet"
+    assert start_script("stop.sh").wait(20) == 0, "the hook failed before the run had started"
     run = start_script("run.sh", "trap 'exit 3' TERM; while :; do /bin/sleep 0.05; done")
     try:
         while not start_script.calls() or not (tmp_path / "pid").exists():

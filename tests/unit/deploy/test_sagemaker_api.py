@@ -17,10 +17,10 @@ RESOURCE_KINDS = ("model", "endpoint configuration", "endpoint")
 
 @pytest.fixture
 def aws(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """An empty AWS for this test."""
+    """A client of SageMaker in a fake AWS account without resources."""
     for name, value in {"ACCESS_KEY_ID": "k", "SECRET_ACCESS_KEY": "s", "DEFAULT_REGION": "us-east-1"}.items():
         monkeypatch.setenv(f"AWS_{name}", value)
-    # moto 5.2.5 does not know the type yet; boto3 does.
+    # moto 5.2.5 does not know the instance type ml.g7e.2xlarge yet; boto3 does.
     monkeypatch.setattr("moto.sagemaker.models.FakeEndpointConfig.validate_instance_type", lambda *_: None)
     with mock_aws():
         yield boto3.client("sagemaker")
@@ -68,7 +68,7 @@ def patch_client(monkeypatch: pytest.MonkeyPatch, api: SageMaker, **methods: Any
 
 
 def client_error(code: str, message: str = "no") -> Any:
-    """Return a function that raises this error of AWS."""
+    """Return a function that raises this AWS error."""
 
     def raise_error(**_: Any) -> None:
         raise ClientError({"Error": {"Code": code, "Message": message}}, "X")
@@ -94,14 +94,14 @@ def test_create_and_remove_endpoint(aws: Any) -> None:
     )
 
 
-def test_create_waits_until_in_service(aws: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_create_waits_until_the_endpoint_is_in_service(aws: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     messages: list[str] = []
     clock = Clock()
     api = make_sagemaker(messages, clock)
-    describe = api._api.describe_endpoint
+    describe_endpoint = api._api.describe_endpoint
 
     def describe_slow_endpoint(**name: Any) -> Any:
-        description = describe(**name)
+        description = describe_endpoint(**name)
         return description | {"EndpointStatus": "Creating" if clock.now < 150 else "InService"}
 
     patch_client(monkeypatch, api, describe_endpoint=describe_slow_endpoint)
@@ -109,10 +109,10 @@ def test_create_waits_until_in_service(aws: Any, monkeypatch: pytest.MonkeyPatch
     assert messages[3:] == [f"endpoint {NAME}: Creating for 1 min 0 s", f"endpoint {NAME}: Creating for 2 min 0 s"]
 
 
-@pytest.mark.parametrize("step", ["create_model", "create_endpoint_config", "create_endpoint"])
-def test_refused_creation_is_rolled_back(aws: Any, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+@pytest.mark.parametrize("method", ["create_model", "create_endpoint_config", "create_endpoint"])
+def test_refused_creation_is_rolled_back(aws: Any, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     api = make_sagemaker()
-    patch_client(monkeypatch, api, **{step: client_error("ResourceLimitExceeded", "the limit is 0 Instances")})
+    patch_client(monkeypatch, api, **{method: client_error("ResourceLimitExceeded", "the limit is 0 Instances")})
     with pytest.raises(CapacityError, match="the limit is 0 Instances") as error:
         api.create(make_qwen_requests())
     assert "Service Quotas" in error.value.hint
@@ -145,23 +145,23 @@ def test_interrupted_creation_is_rolled_back(aws: Any, monkeypatch: pytest.Monke
     assert existing_kinds(aws) == []
 
 
-def test_remove_waits_for_endpoint_in_creation(aws: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remove_waits_until_the_endpoint_has_been_created(aws: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     messages: list[str] = []
     clock = Clock()
     api = make_sagemaker(messages, clock)
     api.create(make_qwen_requests())
-    delete = api._api.delete_endpoint
+    delete_endpoint = api._api.delete_endpoint
 
     def delete_after_40_s(**name: Any) -> None:
         if clock.now < 40:
-            client_error("ValidationException", "Cannot update in-progress endpoint")()
-        delete(**name)
+            client_error("ValidationException", "Cannot update in-progress endpoint")()  # raises
+        delete_endpoint(**name)
 
     patch_client(monkeypatch, api, delete_endpoint=delete_after_40_s)
     api.remove(NAME)
     assert existing_kinds(aws) == []
     assert messages[-1] == f"endpoint {NAME}: cannot be deleted until it has been created; waiting"
-    assert clock.now == 45
+    assert clock.now == 45  # the first multiple of POLL_S after 40 s
 
 
 def test_failed_rollback_hints_at_the_command_that_removes_the_endpoint(

@@ -22,7 +22,7 @@ from peagle.errors import CapacityError, ConfigError, InputError, PeagleError
 
 
 def _reference_states(model, token_ids, layers):
-    """Return the aux and last states, computed layer by layer."""
+    """Return the inputs of the aux layers and the output of the last layer, computed layer by layer."""
     decoder = model.model
     hidden = decoder.embed_tokens(torch.tensor([token_ids]))
     positions = torch.arange(len(token_ids))[None]
@@ -48,32 +48,32 @@ def test_features_are_the_aux_layers_inputs_and_the_last_layers_output(model, st
         torch.testing.assert_close(document.last_TH.float(), last, rtol=0.02, atol=0.02)
 
 
-def test_an_interrupted_extraction_resumes(tmp_path, model, samples, spec, monkeypatch):
+def test_interrupted_extraction_resumes(tmp_path, model, samples, spec, monkeypatch):
     monkeypatch.setattr(features.plan_shards, "__defaults__", (30,))  # tokens per shard
     reader = HiddenStateReader(model, spec.aux_layers)
-    extract_features(samples, lambda: reader, spec, tmp_path / "whole")
+    extract_features(samples, lambda: reader, spec, tmp_path / "uninterrupted")
 
     class KilledError(Exception):
         pass
 
-    def kill(done, _total):
-        if done == 2:
+    def kill(num_done, _num_shards):
+        if num_done == 2:
             raise KilledError
 
     with pytest.raises(KilledError):
-        extract_features(samples, lambda: reader, spec, tmp_path / "cut", progress=kill)
+        extract_features(samples, lambda: reader, spec, tmp_path / "interrupted", progress=kill)
     with pytest.raises(InputError, match="not finished"):
-        FeatureStore(tmp_path / "cut")
-    written = sorted((tmp_path / "cut").glob("shard-*"))
-    modified_at = [file.stat().st_mtime_ns for file in written]
-    extract_features(samples, lambda: reader, spec, tmp_path / "cut")
+        FeatureStore(tmp_path / "interrupted")
+    first_shards = sorted((tmp_path / "interrupted").glob("shard-*"))
+    modified_at = [file.stat().st_mtime_ns for file in first_shards]
+    extract_features(samples, lambda: reader, spec, tmp_path / "interrupted")
 
-    assert [file.stat().st_mtime_ns for file in written] == modified_at
-    index = [json.loads((tmp_path / name / "index.json").read_text()) for name in ("whole", "cut")]
-    assert index[0]["shards"] == index[1]["shards"]
+    assert [file.stat().st_mtime_ns for file in first_shards] == modified_at
+    indexes = [json.loads((tmp_path / name / "index.json").read_text()) for name in ("uninterrupted", "interrupted")]
+    assert indexes[0]["shards"] == indexes[1]["shards"]
 
 
-def test_a_store_with_another_spec_is_refused(tmp_path, model, samples, spec):
+def test_store_with_another_spec_is_refused(tmp_path, model, samples, spec):
     reader = HiddenStateReader(model, spec.aux_layers)
     extract_features(samples, lambda: reader, spec, tmp_path)
     with pytest.raises(ConfigError, match="contains features with a different target"):
@@ -96,18 +96,18 @@ def bf16_model(target):
     return LlamaForCausalLM.from_pretrained(target, dtype=torch.bfloat16).eval()
 
 
-def _losses(target, vocabulary, store, folder, config=CONFIG):
+def _train_losses(target, vocabulary, store, folder, config=CONFIG):
     head = build_head(target, HeadSpec(aux_layers=store.spec.aux_layers, num_depths=3), vocabulary, seed=1)
     train(head, store, range(len(store)), config, folder, fingerprint={})
     return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [None, 12])
-def test_computed_features_train_like_stored_ones(
+def test_training_with_computed_and_stored_features_is_equal(
     target, bf16_model, samples, spec, vocabulary, tmp_path, micro_batch_tokens
 ):
     config = replace(CONFIG, micro_batch_tokens=micro_batch_tokens)
-    curves = {}
+    losses = {}
     for batch_tokens in (1, 4096):  # single documents, or all documents in one batch
         reader = HiddenStateReader(bf16_model, spec.aux_layers)
         folder = tmp_path / str(batch_tokens)
@@ -115,23 +115,24 @@ def test_computed_features_train_like_stored_ones(
         computed = ComputedFeatures(samples, lambda reader=reader: reader, spec, batch_tokens=batch_tokens)  # type: ignore[misc]
         stored = FeatureStore(folder / "store")
         for name, store in {"stored": stored, "computed": computed}.items():
-            curves[name, batch_tokens] = _losses(target, vocabulary, store, folder / name, config)
-    assert curves["computed", 1] == curves["stored", 1]
-    assert curves["stored", 4096] == pytest.approx(curves["stored", 1], rel=BATCHING_TOLERANCE)
-    assert curves["computed", 4096] == pytest.approx(curves["stored", 4096], rel=BATCHING_TOLERANCE)
+            losses[name, batch_tokens] = _train_losses(target, vocabulary, store, folder / name, config)
+    assert losses["computed", 1] == losses["stored", 1]
+    assert losses["stored", 4096] == pytest.approx(losses["stored", 1], rel=BATCHING_TOLERANCE)
+    assert losses["computed", 4096] == pytest.approx(losses["stored", 4096], rel=BATCHING_TOLERANCE)
 
 
-def test_computed_documents_equal_stored_ones_under_autocast(bf16_model, samples, spec, tmp_path):
+def test_computed_documents_equal_stored_documents_under_autocast(bf16_model, samples, spec, tmp_path):
     reader = HiddenStateReader(bf16_model, spec.aux_layers)
     extract_features(samples, lambda: reader, spec, tmp_path)
     stored, computed = FeatureStore(tmp_path), ComputedFeatures(samples, lambda: reader, spec)
     all_indices = range(len(samples))
     with torch.autocast("cpu", torch.bfloat16):
         computed_documents = computed.documents(all_indices)
-    for document, other in zip(computed_documents, stored.documents(all_indices), strict=True):
+    for computed_document, stored_document in zip(computed_documents, stored.documents(all_indices), strict=True):
         for name in ("token_ids_T", "loss_mask_T", "aux_TAH", "last_TH"):
-            assert torch.equal(getattr(document, name), getattr(other, name))
-            assert getattr(document, name).dtype == getattr(other, name).dtype
+            computed_tensor, stored_tensor = getattr(computed_document, name), getattr(stored_document, name)
+            assert torch.equal(computed_tensor, stored_tensor)
+            assert computed_tensor.dtype == stored_tensor.dtype
     assert [computed.num_tokens(i) for i in all_indices] == [stored.num_tokens(i) for i in all_indices]
 
 
@@ -158,24 +159,25 @@ def test_read_ahead_computes_documents_in_one_batch(model, samples, spec, monkey
 
 
 @pytest.mark.parametrize("num_interruptions", [1, 2, 3])
-def test_a_resumed_training_run_reads_ahead_identically(
+def test_training_run_with_computed_features_resumes_identically(
     target, bf16_model, samples, spec, vocabulary, tmp_path, num_interruptions
 ):
-    def computed():
+    def make_features():
         reader = HiddenStateReader(bf16_model, spec.aux_layers)
         return ComputedFeatures(samples, lambda: reader, spec, batch_tokens=2 * CONFIG.batch_tokens)
 
-    whole = _losses(target, vocabulary, computed(), tmp_path / "whole")
+    expected = _train_losses(target, vocabulary, make_features(), tmp_path / "uninterrupted")
     head = build_head(target, HeadSpec(aux_layers=spec.aux_layers, num_depths=3), vocabulary, seed=1)
     for _ in range(num_interruptions):  # each call stops after one step
-        train(head, computed(), range(len(samples)), CONFIG, tmp_path / "cut", fingerprint={}, time_budget_s=0)
-    assert _losses(target, vocabulary, computed(), tmp_path / "cut") == whole
+        train(head, make_features(), range(len(samples)), CONFIG, tmp_path / "run", fingerprint={}, time_budget_s=0)
+    assert _train_losses(target, vocabulary, make_features(), tmp_path / "run") == expected
 
 
 SPEC = FeatureSpec(target="t", aux_layers=(1,), hidden_size=2, samples="s")
 
 
 def _shard(*lengths):
+    """Return a shard with documents of these lengths."""
     total = sum(lengths)
     return {
         "token_ids": torch.arange(total, dtype=torch.int32),
@@ -199,19 +201,19 @@ def test_shards_of_other_processes_are_added_in_any_order(tmp_path):
     assert [store.num_tokens(i) for i in range(2)] == [3, 4]
 
 
-def test_a_different_or_missing_shard_is_refused(tmp_path):
-    writer = StoreWriter(tmp_path / "here", SPEC, num_shards=1)
-    (tmp_path / "elsewhere").mkdir()
-    checksum = write_shard(tmp_path / "elsewhere", 0, _shard(3))
+def test_different_or_missing_shard_is_refused(tmp_path):
+    writer = StoreWriter(tmp_path / "store", SPEC, num_shards=1)
+    (tmp_path / "workers_disk").mkdir()
+    checksum = write_shard(tmp_path / "workers_disk", 0, _shard(3))
     with pytest.raises(PeagleError, match="wrote\n  every node must have access to this folder"):
         writer.add_written(0, checksum)
-    write_shard(tmp_path / "here", 0, _shard(4))
+    write_shard(tmp_path / "store", 0, _shard(4))
     with pytest.raises(PeagleError, match="different from the file that a worker wrote"):
         writer.add_written(0, checksum)
     assert writer.num_written == 0
 
 
-def test_leftovers_of_killed_writers_are_deleted(tmp_path):
+def test_partial_files_of_killed_writers_are_deleted(tmp_path):
     writer = StoreWriter(tmp_path, SPEC, num_shards=1)
     writer.add(0, _shard(3))
     (tmp_path / "shard-00001.0123.partial").write_bytes(b"cut off")
@@ -219,7 +221,7 @@ def test_leftovers_of_killed_writers_are_deleted(tmp_path):
     assert sorted(file.name for file in tmp_path.iterdir()) == ["index.json", "shard-00000.safetensors"]
 
 
-def test_a_full_disk_leaves_no_partial_shard(tmp_path, full_disk):
+def test_full_disk_leaves_no_partial_shard(tmp_path, full_disk):
     writer = StoreWriter(tmp_path, SPEC, num_shards=1)
     message = r"shard-00000.safetensors: cannot be written: .*\n  .*--on-the-fly"
     with full_disk(), pytest.raises(CapacityError, match=message):
@@ -227,7 +229,7 @@ def test_a_full_disk_leaves_no_partial_shard(tmp_path, full_disk):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_damaged_shard_is_detected_and_extracted_again(tmp_path):
+def test_damaged_shard_is_detected_and_written_again(tmp_path):
     StoreWriter(tmp_path, SPEC, num_shards=1).add(0, _shard(3))
     file = tmp_path / "shard-00000.safetensors"
     damaged = bytearray(file.read_bytes())

@@ -21,22 +21,22 @@ def num_layers(request):
 
 @pytest.fixture
 def head(num_layers, target, spec, vocabulary):
-    shape = HeadSpec(aux_layers=spec.aux_layers, num_layers=num_layers, num_depths=NUM_DEPTHS)
-    return build_head(target, shape, vocabulary)
+    head_spec = HeadSpec(aux_layers=spec.aux_layers, num_layers=num_layers, num_depths=NUM_DEPTHS)
+    return build_head(target, head_spec, vocabulary)
 
 
 @pytest.fixture
 def eagle3(num_layers, target, spec, vocabulary):
-    shape = HeadSpec(aux_layers=spec.aux_layers, num_layers=num_layers, num_depths=NUM_DEPTHS, algorithm="eagle3")
-    return build_head(target, shape, vocabulary)
+    head_spec = HeadSpec(aux_layers=spec.aux_layers, num_layers=num_layers, num_depths=NUM_DEPTHS, algorithm="eagle3")
+    return build_head(target, head_spec, vocabulary)
 
 
 @pytest.fixture(params=["dflash", "dspark"])
 def block_head(request, num_layers, target, spec, vocabulary):
-    shape = HeadSpec(aux_layers=spec.aux_layers, num_layers=num_layers, num_depths=NUM_DEPTHS, algorithm=request.param)
-    head = build_head(target, shape, vocabulary)
+    options = {"num_layers": num_layers, "num_depths": NUM_DEPTHS, "algorithm": request.param}
+    head = build_head(target, HeadSpec(aux_layers=spec.aux_layers, **options), vocabulary)
     with torch.no_grad():
-        if head.config.speculators_model_type == "dspark":  # so that the previous token changes some drafts
+        if head.config.speculators_model_type == "dspark":  # let the previous token change some drafts
             head.markov_head.markov_w1.weight.normal_()
     return head
 
@@ -82,7 +82,7 @@ def _speculators_loss(head, document, monkeypatch, **options):
 def test_loss_and_gradients_equal_those_of_speculators(head, store, monkeypatch):
     from speculators.models.peagle import core
 
-    document = store[4]
+    document = store[4]  # it has the longest response
     loss = batch_loss(head, _batch([document]), num_depths=NUM_DEPTHS).loss
     loss.backward()
     gradients = {name: p.grad.clone() for name, p in head.named_parameters() if p.grad is not None}
@@ -103,14 +103,14 @@ def test_loss_and_gradients_equal_those_of_speculators(head, store, monkeypatch)
 def test_eagle3_loss_equals_that_of_speculators_at_every_depth(eagle3, store, monkeypatch):
     """`speculators` starts a chain at every token, so the loss mask covers the whole document."""
     document = replace(store[4], loss_mask_T=torch.ones_like(store[4].loss_mask_T))
-    outcome = batch_loss(eagle3, _batch([document]), num_depths=NUM_DEPTHS)
-    by_depth = (outcome.divergence_D / outcome.rows_D).cumsum(0)
+    result = batch_loss(eagle3, _batch([document]), num_depths=NUM_DEPTHS)
+    cumulative_loss_D = (result.divergence_D / result.rows_D).cumsum(0)
     for depth in range(NUM_DEPTHS):
         reference = _speculators_loss(eagle3, document, monkeypatch, ttt_steps=depth + 1, ttt_step_loss_decay=1.0)
-        assert by_depth[depth].item() == pytest.approx(reference.item(), rel=1e-5), depth
+        assert cumulative_loss_D[depth].item() == pytest.approx(reference.item(), rel=1e-5), depth
 
 
-def _of_blocks(anchors):
+def _block_rows(anchors):
     anchors = torch.tensor(anchors)
     return Rows(anchors.repeat_interleave(NUM_DEPTHS), torch.arange(NUM_DEPTHS).repeat(len(anchors)), is_blocks=True)
 
@@ -122,14 +122,14 @@ def test_block_losses_and_gradients_equal_those_of_speculators(block_head, store
 
     document = replace(store[4], loss_mask_T=torch.ones_like(store[4].loss_mask_T))
     length, anchors = len(document.token_ids_T), [2, 5, 6]
-    loss = batch_loss(block_head, make_batch([document], [_of_blocks(anchors)]), num_depths=NUM_DEPTHS).loss
+    loss = batch_loss(block_head, make_batch([document], [_block_rows(anchors)]), num_depths=NUM_DEPTHS).loss
     loss.backward()
     gradients = {name: p.grad.clone() for name, p in block_head.named_parameters() if p.grad is not None}
     block_head.zero_grad()
 
-    # Anchors of `speculators` are the first tokens of blocks: one after ours.
-    selected = torch.tensor(anchors) + 1, torch.ones(len(anchors), dtype=torch.bool)
-    monkeypatch.setattr(core, "select_anchors", lambda *_: selected)
+    # In `speculators`, an anchor is the first token of a block, which is one after the anchor in `Rows`.
+    anchors_and_mask = torch.tensor(anchors) + 1, torch.ones(len(anchors), dtype=torch.bool)
+    monkeypatch.setattr(core, "select_anchors", lambda *_: anchors_and_mask)
     monkeypatch.setattr(block_head, "_create_mask_fn", create_mask)
     monkeypatch.setattr(block_head.config.transformer_layer_config, "_attn_implementation", "sdpa")
     eager_tv_loss, _ = resolve_loss_config("tv", "eager")["tv"]
@@ -159,8 +159,8 @@ def test_packed_blocks_do_not_attend_to_each_other(block_head, store):
     rows = [sample_blocks(document.loss_mask_T[1:], num_depths=NUM_DEPTHS, share=0.5) for document in documents]
     packed = batch_loss(block_head, make_batch(documents, rows), num_depths=NUM_DEPTHS)
     separate = [
-        batch_loss(block_head, make_batch([document], [r]), num_depths=NUM_DEPTHS)
-        for document, r in zip(documents, rows, strict=True)
+        batch_loss(block_head, make_batch([document], [document_rows]), num_depths=NUM_DEPTHS)
+        for document, document_rows in zip(documents, rows, strict=True)
     ]
     torch.testing.assert_close(packed.divergence_D, torch.stack([loss.divergence_D for loss in separate]).sum(0))
     torch.testing.assert_close(packed.rows_D, torch.stack([loss.rows_D for loss in separate]).sum(0))
@@ -180,32 +180,33 @@ def test_packed_documents_do_not_attend_to_each_other(head, eagle3, store):
     for model in (head, eagle3):
         packed = batch_loss(model, _batch(documents), num_depths=NUM_DEPTHS)
         separate = [batch_loss(model, _batch([d]), num_depths=NUM_DEPTHS) for d in documents]
-        torch.testing.assert_close(packed.divergence_D, torch.stack([a.divergence_D for a in separate]).sum(0))
-        torch.testing.assert_close(packed.rows_D, torch.stack([a.rows_D for a in separate]).sum(0))
+        torch.testing.assert_close(packed.divergence_D, torch.stack([loss.divergence_D for loss in separate]).sum(0))
+        torch.testing.assert_close(packed.rows_D, torch.stack([loss.rows_D for loss in separate]).sum(0))
 
 
 def test_depth_decay_moves_the_weight_to_the_first_depth(head, store):
     batch = _batch([store[4]])
-    flat = batch_loss(head, batch, num_depths=NUM_DEPTHS)
-    steep = batch_loss(head, batch, num_depths=NUM_DEPTHS, weighting=Weighting(depth_decay=1e-6))
-    first = flat.divergence_D[0] / flat.rows_D[0]
-    assert steep.loss.item() == pytest.approx(first.item(), rel=1e-3)
-    assert flat.loss.item() == pytest.approx((flat.divergence_D.sum() / flat.rows_D.sum()).item(), rel=1e-5)
+    without_decay = batch_loss(head, batch, num_depths=NUM_DEPTHS)
+    with_decay = batch_loss(head, batch, num_depths=NUM_DEPTHS, weighting=Weighting(depth_decay=1e-6))
+    first_depth_loss = without_decay.divergence_D[0] / without_decay.rows_D[0]
+    mean_loss = without_decay.divergence_D.sum() / without_decay.rows_D.sum()
+    assert with_decay.loss.item() == pytest.approx(first_depth_loss.item(), rel=1e-3)
+    assert without_decay.loss.item() == pytest.approx(mean_loss.item(), rel=1e-5)
 
 
-def test_a_row_is_accepted_only_if_its_chain_is_correct_so_far(head, eagle3, store):
+def test_draft_is_accepted_only_if_all_earlier_drafts_of_its_chain_are_correct(head, eagle3, store):
     batch = _batch([store[4], store[6]])
     rows = batch.row_R[: batch.num_loss_rows]
     for model in (head, eagle3):
         torch.manual_seed(1)
         with torch.no_grad():
-            # Head and target only choose between two tokens, so about half of the drafts are correct.
+            # Head and target can only choose one of two tokens, so about half of the drafts are correct.
             for lm_head in (model.lm_head, model.verifier_lm_head):
-                row = torch.randn_like(lm_head.weight[0])
-                lm_head.weight.zero_()[:2] = torch.stack([row, -row])
+                weights = torch.randn_like(lm_head.weight[0])
+                lm_head.weight.zero_()[:2] = torch.stack([weights, -weights])
             drafts = (head_states(model, batch) @ model.lm_head.weight.T).argmax(-1)[: batch.num_loss_rows]
             target_ids = (model.verifier_norm(batch.last_PH) @ model.verifier_lm_head.weight.T).argmax(-1)
-            outcome = batch_loss(model, batch, num_depths=NUM_DEPTHS)
+            result = batch_loss(model, batch, num_depths=NUM_DEPTHS)
         is_correct = (drafts == target_ids[batch.position_R[: batch.num_loss_rows]]).tolist()
         positions = zip(batch.anchor_S[rows].tolist(), batch.depth_S[rows].tolist(), strict=True)
         is_correct_at = dict(zip(positions, is_correct, strict=True))
@@ -217,8 +218,8 @@ def test_a_row_is_accepted_only_if_its_chain_is_correct_so_far(head, eagle3, sto
             )
             for deepest in range(NUM_DEPTHS)
         ]
-        assert outcome.accepted_D.tolist() == expected
-        assert 0 < outcome.accepted_D[1] < outcome.correct_D[1]
+        assert result.accepted_D.tolist() == expected
+        assert 0 < result.accepted_D[1] < result.correct_D[1]
 
 
 @pytest.fixture
@@ -248,10 +249,10 @@ def test_peagle_drafts_equal_one_pass_over_mask_tokens(two_layer_head, store):
     document = store[1]
     drafted = drafted_tokens(two_layer_head, document, 4)
     start = int(document.loss_mask_T.int().argmax())
-    implementation = two_layer_head.config.transformer_layer_config._attn_implementation
+    attention_before = two_layer_head.config.transformer_layer_config._attn_implementation
     for num_known in range(start, len(document.token_ids_T)):
         assert drafted[num_known - 1].tolist() == _draft_in_one_pass(two_layer_head, document, num_known, 4), num_known
-    assert implementation == "peagle_documents"  # before the reference replaced it
+    assert attention_before == "peagle_documents"  # `_draft_in_one_pass` replaced it
 
 
 def _draft_sequentially(head, document, num_known, k):
@@ -275,8 +276,8 @@ def _draft_sequentially(head, document, num_known, k):
 
 @torch.no_grad()
 def test_eagle3_drafts_equal_sequential_drafting_without_a_cache(target, spec, vocabulary, store):
-    shape = HeadSpec(aux_layers=spec.aux_layers, num_layers=2, algorithm="eagle3")
-    head, document = build_head(target, shape, vocabulary).eval(), store[1]
+    head_spec = HeadSpec(aux_layers=spec.aux_layers, num_layers=2, algorithm="eagle3")
+    head, document = build_head(target, head_spec, vocabulary).eval(), store[1]
     drafted = drafted_tokens(head, document, 4)
     start = int(document.loss_mask_T.int().argmax())
     for num_known in range(start, len(document.token_ids_T)):
@@ -284,7 +285,7 @@ def test_eagle3_drafts_equal_sequential_drafting_without_a_cache(target, spec, v
 
 
 def _draft_block(head, document, num_known, k):
-    """Draft one block without a plan, in the only attention that it has, to everything."""
+    """Draft one block with plain attention: each position attends to the context and to the whole block."""
     head.config.transformer_layer_config._attn_implementation = "eager"
     size = k if head.config.sample_from_anchor else k + 1
     token_ids = torch.tensor([int(document.token_ids_T[num_known]), *[head.mask_token_id] * (size - 1)])
@@ -314,8 +315,8 @@ def test_block_drafts_equal_one_pass_over_the_block(block_head, store, k):
 
 @pytest.mark.parametrize("algorithm", ["peagle", "eagle3"])
 def test_logits_are_computed_in_chunks(target, spec, vocabulary, store, monkeypatch, algorithm):
-    shape, chunk_sizes = HeadSpec(aux_layers=spec.aux_layers, algorithm=algorithm), []
-    head = build_head(target, shape, vocabulary).eval()
+    head_spec, chunk_sizes = HeadSpec(aux_layers=spec.aux_layers, algorithm=algorithm), []
+    head = build_head(target, head_spec, vocabulary).eval()
     expected = drafted_tokens(head, store[1], 4)
     monkeypatch.setattr(forward, "CHUNK_ROWS", 7)
     head.lm_head.register_forward_hook(lambda _module, _inputs, logits: chunk_sizes.append(len(logits)))
@@ -328,9 +329,10 @@ def test_docstring_example_of_count_accepted():
     assert count_accepted([4, 5, 6, 7, 8], drafted, start=1) == [2]
 
 
-def test_acceptance_statistics_have_one_draft_per_step(two_layer_head, store):
+def test_acceptance_statistics_have_at_most_one_draft_per_response_token(two_layer_head, store):
     stats = estimate_acceptance(two_layer_head, store, range(len(store)), num_speculative_tokens=3)
     num_response_tokens = sum(int(store[i].loss_mask_T.sum()) for i in range(len(store)))
+    # The first token of a response is not drafted.
     assert 0 < stats.num_drafts <= num_response_tokens - len(store)
     assert stats.num_draft_tokens == 3 * stats.num_drafts
     assert len(stats.accepted_per_position) == 3
