@@ -149,7 +149,7 @@ def test_nothing_is_lost_if_compaction_is_killed(ledger, tmp_path_factory, monke
         add_request(folder, "silent", 99, NOW)
         assert sum(work.num_requests for _, work in totals_reader.new()) == 1
         restarted = RequestReader(folder)
-        assert restarted.resume(reader.marks()), "the positions of the first_request reader are still valid"
+        assert restarted.resume(reader.marks()), "the positions of the first reader are still valid"
         assert [request.request_id for request in restarted.new()] == ["silent-99"]
         compact(folder, NOW)
         assert len(contents(folder)[0]) == 22
