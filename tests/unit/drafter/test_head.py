@@ -247,7 +247,7 @@ def test_layers_of_a_block_head_start_equivalent_to_those_of_the_target(foreign_
 def test_warm_start_of_a_block_head_keeps_norms_of_queries_and_keys(foreign_target):
     folder = foreign_target("qwen3")
     shape = replace(_SHAPE, algorithm="dflash")
-    assert possible_init(folder, read_architecture(folder), shape, pytest.fail) == "warm", "and no warning"
+    assert possible_init(folder, read_architecture(folder), shape, pytest.fail) == "warm"  # without a warning
 
 
 @pytest.mark.parametrize("model_type", ["mistral", "qwen2", "qwen3"])

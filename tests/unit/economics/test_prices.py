@@ -33,6 +33,7 @@ def test_every_packaged_price_has_a_source_and_a_date(table):
     offers = table.offers
     assert len(offers) == 86
     assert {offer.provider for offer in offers} == {"aws", "gcp", "lambda", "nebius", "runpod"}
+    # A source is a file and a commit.
     assert all("@" in offer.source and date.fromisoformat(offer.as_of).year == 2026 for offer in offers)
 
 

@@ -209,7 +209,7 @@ def test_refusals_expire(replace_process):
             await trials.require(constraint(regex="a"))
 
     asyncio.run(run_requests())
-    assert specs == ["a", "a"]
+    assert specs == ["a", "a"]  # tried again when the refusal had expired
     trials.close()
 
 

@@ -230,12 +230,12 @@ def test_drafts_with_a_low_probability_are_dropped(choosing_scheduler):
     assert choosing_scheduler.received_drafts == [[[7, 8, 9], []]]
     sure, unsure = (choosing_scheduler.requests[name].spec_decode_metrics for name in ("sure", "unsure"))
     choosing_scheduler.accept("sure", 3)
-    assert (sure.per_step_drafted, unsure.per_step_drafted) == ([0, 0, 1, 1, 1], [0, 3])
+    assert (sure.per_step_drafted, unsure.per_step_drafted) == ([0, 0, 1, 1, 1], [0, 3])  # as `counts` above
     assert unsure.histogram == [1, 0, 0, 0]  # a step without an accepted draft
 
 
 def test_drafter_stops_when_all_drafts_are_rejected(choosing_scheduler):
-    for _ in range(60):
+    for _ in range(60):  # enough steps to learn from
         scheduled = step(choosing_scheduler, [[-0.05, -0.05, -0.05], [-0.05, -0.05, -0.05]])
         for name, drafts in zip(choosing_scheduler.requests, choosing_scheduler.received_drafts[-1], strict=True):
             if drafts:
@@ -259,7 +259,7 @@ def test_drafter_is_skipped_when_it_does_not_pay(choosing_scheduler, monkeypatch
 def test_new_request_does_not_draft_after_cached_tokens_that_the_drafter_skipped(choosing_scheduler, monkeypatch):
     requests = choosing_scheduler.requests
     requests["sure"].block_hashes, requests["unsure"].block_hashes = [b"shared"], [b"other"]
-    requests["sure"].num_computed_tokens = requests["unsure"].num_computed_tokens = 1
+    requests["sure"].num_computed_tokens = requests["unsure"].num_computed_tokens = 1  # in the first block
     monkeypatch.setattr(vllm_drafts.DraftBudget, "drafting_pays", lambda self, *_: False)
     step(choosing_scheduler, [])
     monkeypatch.setattr(vllm_drafts.DraftBudget, "drafting_pays", lambda self, *_: True)

@@ -131,8 +131,8 @@ def test_responsive_event_loop_is_not_killed(watched_loop):
 def test_blocked_event_loop_ends_the_process_with_a_traceback(watched_loop, capfd):
     ended, reasons = threading.Event(), []
 
-    def die(why):
-        reasons.append(why)
+    def die(reason):
+        reasons.append(reason)
         ended.set()
 
     async def blocks_the_loop(_):
@@ -148,13 +148,13 @@ def test_blocked_process_ends_even_if_die_hangs(watched_loop, monkeypatch):
     released = threading.Event()
 
     async def blocks_until_left(leave_calls):
-        until = time.monotonic() + 20
-        while not leave_calls and time.monotonic() < until:
+        deadline = time.monotonic() + 20
+        while not leave_calls and time.monotonic() < deadline:
             time.sleep(0.01)
         released.set()
 
-    # The process ends while `die` hangs; in this test, `die` then returns, and the process would end again.
-    assert watched_loop(blocks_until_left, lambda why: released.wait(20)) == ["left", "left"]
+    # `leave` is called while `die` hangs, and again after `die` returns.
+    assert watched_loop(blocks_until_left, lambda reason: released.wait(20)) == ["left", "left"]
 
 
 def test_loop_limit_is_at_least_ten_seconds(monkeypatch, watched_loop):
@@ -170,8 +170,8 @@ class ProcessEnded(Exception):  # noqa: N818
     """Raised instead of ending the process."""
 
 
-def die(why):
-    raise ProcessEnded(why)
+def die(reason):
+    raise ProcessEnded(reason)
 
 
 @pytest.fixture

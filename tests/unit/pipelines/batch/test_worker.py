@@ -152,6 +152,7 @@ def test_row_that_hangs_engines_becomes_a_dead_letter(make_run, row_timeout_s):
 
     num_ended, notes = call_until_committed(run, HangingEngine, 0, row_timeout_s=row_timeout_s, engine_timeout_s=0.4)
     assert (num_ended, len(killed)) == (3, 3)
+    # The first engine died with several rows, the next two with only this row.
     assert sorted((note["alone"], note["died"], 3 in note["rows"]) for note in notes) == [
         (False, True, True),
         (True, True, True),

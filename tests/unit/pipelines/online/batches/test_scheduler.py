@@ -84,7 +84,7 @@ def test_clock_jump_does_not_affect_a_batch(tmp_path, runner, settings, make_bat
 
 
 def accept_all_inputs(scheduler, runner):
-    for _ in range(4):
+    for _ in range(4):  # the number of concurrent checks is limited
         scheduler.tick()
         for handle in runner.handles:
             if handle.kind == "check" and handle.answer is None:
@@ -110,7 +110,7 @@ def test_batch_is_validated_run_and_collected(scheduler, runner, store, create_b
     accept_input(scheduler, check)
     run = runner.handles[1]
     assert (run.kind, run.arguments[0].model, run.arguments[0].budget_usd) == ("run", "m", None)
-    assert api_object(store, batch_id)["in_progress_at"] == 101
+    assert api_object(store, batch_id)["in_progress_at"] == 101  # the clock started at 100
     run.current = (2, 0, 0.1)  # completed and failed requests, US dollars
     scheduler.tick()
     assert api_object(store, batch_id)["request_counts"] == {"total": 3, "completed": 2, "failed": 0}
@@ -179,7 +179,7 @@ def test_waiting_batch_expires(scheduler, runner, store, running_batch, create_b
     scheduler.tick()
     assert running_batch[1].reason == "batch_expired"
     collect = runner.handles[-1]
-    assert (collect.kind, collect.arguments[1]) == ("collect", "batch_expired")
+    assert (collect.kind, collect.arguments[1]) == ("collect", "batch_expired")  # the second argument is the reason
     finish(scheduler, collect, make_result(waiting, "batch_expired", num_completed=0, num_failed=3))
     assert api_object(store, waiting)["status"] == "expired"
     assert api_object(store, waiting)["output_file_id"] is None
