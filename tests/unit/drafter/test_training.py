@@ -113,7 +113,7 @@ def test_training_of_a_block_head_resumes_exactly(make_head, store, tmp_path, al
     config = replace(CONFIG, anchor_share=0.5, cod_ratio=1.0)
     whole, resumed = make_head(algorithm=algorithm), make_head(algorithm=algorithm)
     _train(whole, store, tmp_path / "whole", config)
-    _train(make_head(algorithm=algorithm), store, tmp_path / "cut", config, time_budget_s=1e-9)
+    _train(make_head(algorithm=algorithm), store, tmp_path / "cut", config, time_budget_s=1e-9)  # stops after one step
     _train(resumed, store, tmp_path / "cut", config)
     assert _curve(tmp_path / "cut") == _curve(tmp_path / "whole")
     for name, parameter in resumed.named_parameters():
@@ -130,7 +130,7 @@ def test_training_stops_at_its_time_budget_and_the_next_call_resumes(head, store
 
 def test_micro_batches_do_not_change_the_losses(head, make_head, store, tmp_path):
     _train(head, store, tmp_path / "whole")
-    _train(make_head(), store, tmp_path / "parts", replace(CONFIG, micro_batch_tokens=9))
+    _train(make_head(), store, tmp_path / "parts", replace(CONFIG, micro_batch_tokens=9))  # splits nearly all documents
     losses = [[loss for _, loss, _ in _curve(tmp_path / name)] for name in ("parts", "whole")]
     assert losses[0] == pytest.approx(losses[1], abs=1e-4)
 

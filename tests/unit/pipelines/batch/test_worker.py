@@ -141,17 +141,17 @@ def call_until_committed(run, make_engine, unit, **options):
 
 @pytest.mark.parametrize("row_timeout_s", [None, 0.1])
 def test_row_that_hangs_engines_becomes_a_dead_letter(make_run, row_timeout_s):
-    run, killed = make_run(), []
+    run, killed_engines = make_run(), []
 
     class HangingEngine(FakeEngine):
         def __init__(self):
             super().__init__(FakeTraits(hang_on="line 3"))
 
         def kill(self):
-            killed.append(self)
+            killed_engines.append(self)
 
     num_ended, notes = call_until_committed(run, HangingEngine, 0, row_timeout_s=row_timeout_s, engine_timeout_s=0.4)
-    assert (num_ended, len(killed)) == (3, 3)
+    assert (num_ended, len(killed_engines)) == (3, 3)
     # The first engine died with several rows, the next two with only this row.
     assert sorted((note["alone"], note["died"], 3 in note["rows"]) for note in notes) == [
         (False, True, True),
