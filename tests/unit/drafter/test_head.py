@@ -52,10 +52,10 @@ def test_a_warm_start_copies_the_last_aux_state_and_the_targets_last_layers(targ
     torch.testing.assert_close(head.norm.weight, weights["model.norm.weight"])
 
 
-def test_additional_kv_heads_start_as_copies(target, spec, vocabulary, store):
+def test_additional_kv_heads_start_as_copies_of_the_targets(target, spec, vocabulary, store):
     default_head, doubled_head = _head(target, spec, vocabulary), _head(target, spec, vocabulary, num_key_value_heads=4)
     for head in (default_head, doubled_head):
-        with torch.no_grad():  # the half for embeddings starts with different noise
+        with torch.no_grad():  # only the half for states is copied; the half for embeddings is random
             for name in ("q_proj", "k_proj", "v_proj"):
                 getattr(head.layers[0].self_attn, name).weight[:, : spec.hidden_size] = 0
             head.mask_hidden.fill_(1)
@@ -70,19 +70,19 @@ def test_incompatible_kv_heads_require_a_random_start(target, spec, vocabulary):
     with pytest.raises(ConfigError, match="1 KV heads cannot start as copies of the target's 2"):
         _head(target, spec, vocabulary, num_key_value_heads=1)
     head = _head(target, spec, vocabulary, num_key_value_heads=1, init="random")
-    assert head.layers[0].self_attn.k_proj.weight.shape[0] == 32
+    assert head.layers[0].self_attn.k_proj.weight.shape[0] == 32  # the size of one head
 
 
-def _trained(head):
+def _names_of_trained_weights(head):
     return {name for name, parameter in head.named_parameters() if parameter.requires_grad}
 
 
-def test_only_the_heads_own_weights_are_trained(target, spec, vocabulary):
-    trained = _trained(_head(target, spec, vocabulary))
+def test_embeddings_and_lm_head_are_trained_only_on_request(target, spec, vocabulary):
+    trained = _names_of_trained_weights(_head(target, spec, vocabulary))
     assert {"fc.weight", "mask_hidden", "norm.weight"} <= trained
     assert not {name for name in trained if "embed" in name or "verifier" in name or "lm_head" in name}
-    with_embeddings = _head(target, spec, vocabulary, train_lm_head=True, train_embeddings=True)
-    assert _trained(with_embeddings) - trained == {"lm_head.weight", "embed_tokens.weight"}
+    on_request = _head(target, spec, vocabulary, train_lm_head=True, train_embeddings=True)
+    assert _names_of_trained_weights(on_request) - trained == {"lm_head.weight", "embed_tokens.weight"}
 
 
 @pytest.mark.parametrize("algorithm", ["peagle", "eagle3", "dflash", "dspark"])
@@ -127,18 +127,19 @@ def test_training_can_start_from_a_saved_head(tmp_path, target, spec, vocabulary
     assert "fc.weight" in trained
     for name, parameter in trained.items():
         torch.testing.assert_close(parameter, saved.get_parameter(name).bfloat16().float(), msg=name)
+    # Without tokens to count, the coverage is 1.
     assert vocabulary_of_head(tmp_path, [], target_size=96) == replace(vocabulary, coverage=1.0)
 
 
 def test_training_can_start_from_a_shipped_head(embedded_target, shipped_eagle3):
-    shipped = HEADS_FOLDER / "smollm2-135m-eagle3"
-    assert "lm_head.weight" not in load_file(shipped / "model.safetensors")
-    vocabulary = vocabulary_of_head(shipped, [], target_size=49152)
-    shape = HeadSpec(aux_layers=(2, 15, 29), algorithm="eagle3", num_layers=1, num_depths=1, init=str(shipped))
+    shipped_folder = HEADS_FOLDER / "smollm2-135m-eagle3"
+    assert "lm_head.weight" not in load_file(shipped_folder / "model.safetensors")
+    vocabulary = vocabulary_of_head(shipped_folder, [], target_size=49152)
+    shape = HeadSpec(aux_layers=(2, 15, 29), algorithm="eagle3", num_layers=1, num_depths=1, init=str(shipped_folder))
     head = build_head(embedded_target, shape, vocabulary)
-    full_weights = load_file(shipped_eagle3 / "model.safetensors")
+    expected = load_file(shipped_eagle3 / "model.safetensors")
     for name in ("lm_head.weight", "fc.weight"):
-        torch.testing.assert_close(head.get_parameter(name), full_weights[name].float(), rtol=0, atol=0)
+        torch.testing.assert_close(head.get_parameter(name), expected[name].float(), rtol=0, atol=0)
 
 
 def test_a_saved_head_of_another_shape_is_refused(tmp_path, target, spec, vocabulary):
@@ -170,13 +171,13 @@ def test_a_saved_head_with_other_inputs_is_refused(tmp_path, target, spec, vocab
 def test_added_layers_start_as_the_identity(tmp_path, target, spec, vocabulary, store, algorithm):
     saved = _head(target, spec, vocabulary, num_layers=1, algorithm=algorithm)
     save_head(saved, tmp_path, verifier="org/target")
-    grown = _head(target, spec, vocabulary, num_layers=3, algorithm=algorithm, init=str(tmp_path))
-    torch.testing.assert_close(_logits(grown, store), _logits(load_head(tmp_path, target), store))
-    head_states(grown, _batch(grown, store)).square().sum().backward()
-    assert all(layer.mlp.down_proj.weight.grad.any() for layer in grown.layers)
+    deeper_head = _head(target, spec, vocabulary, num_layers=3, algorithm=algorithm, init=str(tmp_path))
+    torch.testing.assert_close(_logits(deeper_head, store), _logits(load_head(tmp_path, target), store))
+    head_states(deeper_head, _batch(deeper_head, store)).square().sum().backward()
+    assert all(layer.mlp.down_proj.weight.grad.any() for layer in deeper_head.layers)
 
 
-def test_a_peagle_head_starts_from_an_eagle3_head(tmp_path, target, spec, vocabulary):
+def test_training_of_a_peagle_head_can_start_from_an_eagle3_head(tmp_path, target, spec, vocabulary):
     saved = _head(target, spec, vocabulary, algorithm="eagle3", init="random")
     save_head(saved, tmp_path, verifier="org/target")
     continued = _head(target, spec, vocabulary, algorithm="peagle", init=str(tmp_path))
@@ -184,11 +185,11 @@ def test_a_peagle_head_starts_from_an_eagle3_head(tmp_path, target, spec, vocabu
     assert not continued.mask_hidden.any()
 
 
-def test_frozen_layers_do_not_change(tmp_path, target, spec, vocabulary):
+def test_inputs_and_frozen_layers_are_not_trained(tmp_path, target, spec, vocabulary):
     save_head(_head(target, spec, vocabulary, num_layers=3), tmp_path, verifier="org/target")
     shape: dict[str, Any] = {"num_layers": 3, "init": str(tmp_path)}
-    trained = _trained(_head(target, spec, vocabulary, **shape))
-    trained_above_frozen = _trained(_head(target, spec, vocabulary, **shape, num_frozen_layers=2))
+    trained = _names_of_trained_weights(_head(target, spec, vocabulary, **shape))
+    trained_above_frozen = _names_of_trained_weights(_head(target, spec, vocabulary, **shape, num_frozen_layers=2))
     assert trained_above_frozen == {name for name in trained if name.startswith(("layers.2.", "norm."))}
     assert {"fc.weight", "mask_hidden"} <= trained - trained_above_frozen
 
@@ -208,7 +209,7 @@ def test_invalid_frozen_layers_are_refused(tmp_path, target, spec, vocabulary, c
         _head(target, spec, vocabulary, **{"init": str(tmp_path), **changes})
 
 
-def test_saved_kv_heads_are_repeated_if_the_head_has_more(tmp_path, target, spec, vocabulary, store):
+def test_saved_kv_heads_are_repeated_if_the_new_head_has_more(tmp_path, target, spec, vocabulary, store):
     save_head(_head(target, spec, vocabulary, algorithm="eagle3"), tmp_path, verifier="org/target")
     default_head = _head(target, spec, vocabulary, init=str(tmp_path))
     doubled_head = _head(target, spec, vocabulary, init=str(tmp_path), num_key_value_heads=4)
@@ -223,7 +224,7 @@ _SHAPE = HeadSpec(aux_layers=AUX_LAYERS, num_layers=2)
 
 
 @pytest.mark.parametrize("model_type", ["mistral", "qwen3"])
-def test_a_block_heads_layers_start_as_the_targets(foreign_target, model_type, vocabulary):
+def test_layers_of_a_block_head_start_equivalent_to_those_of_the_target(foreign_target, model_type, vocabulary):
     folder = foreign_target(model_type)
     head = build_head(folder, replace(_SHAPE, algorithm="dflash"), vocabulary)
     weights = load_file(folder / "model.safetensors")
@@ -237,15 +238,16 @@ def test_a_block_heads_layers_start_as_the_targets(foreign_target, model_type, v
             expected = weights[f"{prefix}self_attn.{name}.weight"] * weights[prefix + "input_layernorm.weight"]
             torch.testing.assert_close(product, expected.float())
     query = head.layers[0].self_attn.q_proj.weight * last_norm
-    expected_norm = query.square().sum(1).mean().sqrt().expand(32)
-    if model_type == "qwen3":
+    expected_norm = query.square().sum(1).mean().sqrt().expand(32)  # keeps the mean size of queries
+    if model_type == "qwen3":  # has a q_norm, which is copied
         expected_norm = weights["model.layers.2.self_attn.q_norm.weight"].float()
     torch.testing.assert_close(head.layers[0].self_attn.q_norm.weight, expected_norm)
 
 
-def test_a_block_head_keeps_norms_of_queries_and_keys(foreign_target):
+def test_warm_start_of_a_block_head_keeps_norms_of_queries_and_keys(foreign_target):
     folder = foreign_target("qwen3")
-    assert possible_init(folder, read_architecture(folder), replace(_SHAPE, algorithm="dflash"), pytest.fail) == "warm"
+    shape = replace(_SHAPE, algorithm="dflash")
+    assert possible_init(folder, read_architecture(folder), shape, pytest.fail) == "warm"  # without a warning
 
 
 @pytest.mark.parametrize("model_type", ["mistral", "qwen2", "qwen3"])
@@ -275,11 +277,11 @@ def test_warm_start_copies_projections_and_norms(foreign_target, model_type, voc
         ("gemma4_text", "random", ["the target's MLPs use gelu_pytorch_tanh, but a head's use silu"]),
     ],
 )
-def test_a_warm_start_becomes_random_if_layers_differ(foreign_target, model_type, init, messages):
-    folder, announced = foreign_target(model_type), []
-    assert possible_init(folder, read_architecture(folder), _SHAPE, announced.append) == init
-    assert len(announced) == len(messages)
-    assert all(part in sentence for part, sentence in zip(messages, announced, strict=True))
+def test_warm_start_warns_about_layers_that_differ(foreign_target, model_type, init, messages):
+    folder, warnings = foreign_target(model_type), []
+    assert possible_init(folder, read_architecture(folder), _SHAPE, warnings.append) == init
+    assert len(warnings) == len(messages)
+    assert all(part in sentence for part, sentence in zip(messages, warnings, strict=True))
 
 
 def test_build_head_refuses_an_impossible_warm_start(foreign_target, vocabulary):

@@ -22,7 +22,7 @@ def load(folder, aux_layers=None):
     return load_target(str(folder), aux_layers, lambda message: None)
 
 
-def test_missing_aux_layers_are_refused(chat_target):
+def test_aux_layers_that_the_target_lacks_are_refused(chat_target):
     with pytest.raises(ConfigError, match=r"aux layers \[4, 9\]: the target has layers 0 to 3"):
         load(chat_target, [1, 4, 9])
 
@@ -33,7 +33,7 @@ def test_aux_layers_are_sorted_and_unique(chat_target):
         load(chat_target, [1, 3, 1])
 
 
-def test_a_tokenizer_with_tokens_that_the_target_lacks_is_refused(chat_target):
+def test_samples_with_tokens_that_the_target_lacks_are_refused(chat_target):
     target = load(chat_target)
     valid = Sample(id="a", token_ids=(5, 95), num_prompt_tokens=1)
     invalid = Sample(id="b", token_ids=(5, 96), num_prompt_tokens=1)
@@ -73,7 +73,7 @@ def _without_eos(folder):
         (_without_eos, r"end-of-text token is None, the target's \[95\]"),
     ],
 )
-def test_incomplete_targets_are_refused(chat_target, tmp_path, damage, message):
+def test_incomplete_or_inconsistent_targets_are_refused(chat_target, tmp_path, damage, message):
     folder = tmp_path / "target"
     shutil.copytree(chat_target, folder)
     damage(folder)
@@ -89,12 +89,12 @@ def test_the_tokenizers_eos_is_accepted_if_the_target_lists_it_or_has_none(chat_
     assert load(folder).tokenizer.eos_token_id == 95
 
 
-def _split_weights(target, folder, prefix, *without):
-    """Save the target's weights in two files with `prefix`, except weights whose names end with one of `without`."""
+def _split_weights(target, folder, prefix, *omitted):
+    """Save the target's weights in two files with `prefix`, except weights whose names end with one of `omitted`."""
     weights = load_file(target / "model.safetensors")
     renamed = {f"{prefix}{name.removeprefix('model.')}": tensor for name, tensor in weights.items()}
-    renamed["vision.embed_tokens.weight"] = torch.zeros(4, 4)
-    renamed = {name: tensor for name, tensor in renamed.items() if not name.endswith(without)}
+    renamed["vision.embed_tokens.weight"] = torch.zeros(4, 4)  # must not be taken for the text embeddings
+    renamed = {name: tensor for name, tensor in renamed.items() if not name.endswith(omitted)}
     for number, part in enumerate((sorted(renamed)[::2], sorted(renamed)[1::2])):
         save_file({name: renamed[name] for name in part}, folder / f"model-{number}.safetensors")
     return TargetWeights(folder, read_architecture(target))
@@ -146,9 +146,9 @@ def test_last_states_give_the_target_distribution(foreign_target, model_type, sa
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     token_ids = torch.tensor([samples[1].token_ids])
     with torch.inference_mode():
-        states = model(token_ids, output_hidden_states=True)
+        outputs = model(token_ids, output_hidden_states=True)
     aux, last = HiddenStateReader(model, AUX_LAYERS).read(token_ids)
-    torch.testing.assert_close(aux, torch.cat([states.hidden_states[layer] for layer in AUX_LAYERS], dim=-1))
+    torch.testing.assert_close(aux, torch.cat([outputs.hidden_states[layer] for layer in AUX_LAYERS], dim=-1))
 
     whole_vocabulary = frequent_vocabulary([], size=96, target_size=96)
     head = build_head(folder, HeadSpec(aux_layers=AUX_LAYERS, init="random"), whole_vocabulary)
@@ -158,7 +158,7 @@ def test_last_states_give_the_target_distribution(foreign_target, model_type, sa
     # The divergence from a head with zero logits is log(vocabulary size) minus the entropy of the target.
     rows = torch.arange(len(after_norm))
     measured = linear_loss(torch.zeros_like(after_norm), targets.weight_VH, targets, rows, torch.ones(len(rows)))
-    log_p = states.logits[0].log_softmax(-1)
+    log_p = outputs.logits[0].log_softmax(-1)
     torch.testing.assert_close(
         measured.divergence_R, (log_p.exp() * log_p).sum(-1) + torch.tensor(96.0).log(), rtol=1e-4, atol=1e-4
     )
@@ -184,7 +184,7 @@ def _write_config(folder, target, **changes):
         ),
     ],
 )
-def test_rotary_embedding_of_a_head(tmp_path, target, rope_parameters, expected):
+def test_rope_parameters_of_a_head_have_no_partial_rotary_factor(tmp_path, target, rope_parameters, expected):
     folder = _write_config(tmp_path, target, rope_parameters=rope_parameters)
     assert read_architecture(folder).rope_parameters == expected
 
@@ -202,7 +202,7 @@ def test_multimodal_targets_are_read(tmp_path):
     assert read_architecture(tmp_path).model_type == "mistral"
     head = build_head(tmp_path, HeadSpec(aux_layers=AUX_LAYERS), frequent_vocabulary([], size=96, target_size=96))
     aux, last = load_reader(tmp_path, AUX_LAYERS, "cpu").read(torch.tensor([[5, 6, 7]]))
-    assert (aux.shape, last.shape) == ((1, 3, 96), (1, 3, 32))
+    assert (aux.shape, last.shape) == ((1, 3, len(AUX_LAYERS) * HIDDEN), (1, 3, HIDDEN))
     assert head.fc(aux.float()).shape == last.shape
 
 

@@ -77,9 +77,9 @@ def test_training_lowers_the_loss(make_head, store, tmp_path, algorithm, anchor_
 def test_workers_start_with_the_first_workers_weights(head, make_head, store, tmp_path):
     class BroadcastWorkers(SingleProcess):
         def broadcast_(self, tensors):
-            first = make_head()
+            source = make_head()
             with torch.no_grad():
-                for tensor, parameter in zip(tensors, [p for p in first.parameters() if p.requires_grad], strict=True):
+                for tensor, parameter in zip(tensors, [p for p in source.parameters() if p.requires_grad], strict=True):
                     tensor.copy_(parameter)
 
     _train(head, store, tmp_path / "first")
@@ -88,19 +88,19 @@ def test_workers_start_with_the_first_workers_weights(head, make_head, store, tm
     assert _curve(tmp_path / "other") == _curve(tmp_path / "first")
 
 
-@pytest.mark.parametrize("killed_after", [1, 5])
-def test_a_killed_training_run_repeats_the_uninterrupted_curve(head, make_head, store, tmp_path, killed_after):
+@pytest.mark.parametrize("killed_after_step", [1, 5])
+def test_a_killed_training_run_repeats_the_uninterrupted_curve(head, make_head, store, tmp_path, killed_after_step):
     killed, resumed = make_head(), make_head()
     _train(head, store, tmp_path / "whole")
     with_checkpoints = replace(CONFIG, checkpoint_every_s=1e-9)
 
     def kill(progress):
-        if progress.step > killed_after:
+        if progress.step > killed_after_step:
             raise KilledError
 
     with pytest.raises(KilledError):
         _train(killed, store, tmp_path / "cut", with_checkpoints, progress=kill)
-    assert len(_curve(tmp_path / "cut")) == killed_after + 1  # the checkpoint, and one step that is repeated
+    assert len(_curve(tmp_path / "cut")) == killed_after_step + 1  # one more than the checkpoint has
     _train(resumed, store, tmp_path / "cut", with_checkpoints)
 
     assert _curve(tmp_path / "cut") == _curve(tmp_path / "whole")
@@ -113,14 +113,14 @@ def test_training_of_a_block_head_resumes_exactly(make_head, store, tmp_path, al
     config = replace(CONFIG, anchor_share=0.5, cod_ratio=1.0)
     whole, resumed = make_head(algorithm=algorithm), make_head(algorithm=algorithm)
     _train(whole, store, tmp_path / "whole", config)
-    _train(make_head(algorithm=algorithm), store, tmp_path / "cut", config, time_budget_s=1e-9)
+    _train(make_head(algorithm=algorithm), store, tmp_path / "cut", config, time_budget_s=1e-9)  # stops after one step
     _train(resumed, store, tmp_path / "cut", config)
     assert _curve(tmp_path / "cut") == _curve(tmp_path / "whole")
     for name, parameter in resumed.named_parameters():
         assert torch.equal(parameter, whole.get_parameter(name)), name
 
 
-def test_a_time_budget_stops_and_the_same_call_resumes(head, store, tmp_path):
+def test_training_stops_at_its_time_budget_and_the_next_call_resumes(head, store, tmp_path):
     first = _train(head, store, tmp_path, time_budget_s=1e-9)
     assert (first.finished, first.step) == (False, 1)
     second = _train(head, store, tmp_path)
@@ -130,22 +130,25 @@ def test_a_time_budget_stops_and_the_same_call_resumes(head, store, tmp_path):
 
 def test_micro_batches_do_not_change_the_losses(head, make_head, store, tmp_path):
     _train(head, store, tmp_path / "whole")
-    _train(make_head(), store, tmp_path / "parts", replace(CONFIG, micro_batch_tokens=9))
+    _train(make_head(), store, tmp_path / "parts", replace(CONFIG, micro_batch_tokens=9))  # splits nearly all documents
     losses = [[loss for _, loss, _ in _curve(tmp_path / name)] for name in ("parts", "whole")]
     assert losses[0] == pytest.approx(losses[1], abs=1e-4)
 
 
 def test_denormals_are_flushed_only_during_a_step(head, store, tmp_path):
-    within, outside = [], []
+    during_steps, between_steps = [], []
 
     class RecordingWorkers(SingleProcess):
         def sum_(self, tensors):
-            within.append(_keeps_denormals())
+            during_steps.append(_keeps_denormals())
 
-    _train(head, store, tmp_path, workers=RecordingWorkers(), progress=lambda _: outside.append(_keeps_denormals()))
-    assert within
-    assert not any(within)
-    assert outside == [True] * CONFIG.num_steps
+    def record_progress(_):
+        between_steps.append(_keeps_denormals())
+
+    _train(head, store, tmp_path, workers=RecordingWorkers(), progress=record_progress)
+    assert during_steps
+    assert not any(during_steps)
+    assert between_steps == [True] * CONFIG.num_steps
 
 
 def _keeps_denormals():
@@ -159,19 +162,18 @@ def test_resuming_with_another_config_is_refused(head, store, tmp_path):
         _train(head, store, tmp_path, other)
 
 
-def test_a_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(head, store, tmp_path):
+def test_training_stops_at_a_loss_that_is_not_finite_and_keeps_the_checkpoint(head, store, tmp_path):
     _train(head, store, tmp_path, time_budget_s=1e-9)
-    checkpoint_before = (tmp_path / "checkpoint.pt").read_bytes()
     checkpoint = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
     checkpoint["weights"]["norm.weight"].fill_(float("nan"))
     torch.save(checkpoint, tmp_path / "checkpoint.pt")
     damaged = (tmp_path / "checkpoint.pt").read_bytes()
     with pytest.raises(DivergedError, match=r"step 1: the loss is not finite; documents row \d, row \d"):
         _train(head, store, tmp_path, name_of="row {}".format)
-    assert (tmp_path / "checkpoint.pt").read_bytes() == damaged != checkpoint_before
+    assert (tmp_path / "checkpoint.pt").read_bytes() == damaged
 
 
-def test_a_full_disk_stops_and_keeps_the_checkpoint(head, store, tmp_path, full_disk):
+def test_training_stops_on_a_full_disk_and_keeps_the_checkpoint(head, store, tmp_path, full_disk):
     _train(head, store, tmp_path, time_budget_s=1e-9)
     checkpoint_before = (tmp_path / "checkpoint.pt").read_bytes()
     message = r"cannot be written: .*\n  free some space, then repeat the command to resume"
@@ -227,14 +229,14 @@ def condition_number(matrix):
     return float(singular_values.max() / singular_values.min())
 
 
-def test_muon_updates_layer_matrices_and_adamw_the_rest(parameters):
-    moved = take_step(
+def test_muon_updates_layer_matrices_and_adamw_other_parameters(parameters):
+    deltas = take_step(
         parameters, make_optimizer(parameters, optimizer="muon", learning_rate=1.0, muon_learning_rate=2.0)
     )
-    muon_update = moved.pop("layers.0.mlp.up_proj.weight")
+    muon_update = deltas.pop("layers.0.mlp.up_proj.weight")
     # Muon makes the singular values of an update nearly equal.
     assert condition_number(muon_update) < 3 < condition_number(torch.randn(24, 16))
-    for name, delta in moved.items():  # the first step of AdamW is the learning rate times the gradient's sign
+    for name, delta in deltas.items():  # the first step of AdamW is the learning rate times the gradient's sign
         torch.testing.assert_close(delta.abs(), torch.full_like(delta, LEARNING_RATE), msg=name)
 
 
@@ -246,9 +248,9 @@ def test_optimizer_state_round_trip(parameters, optimizer):
     second = make_optimizer(copies, optimizer=optimizer)
     second.load_state_dict(copy.deepcopy(first.state_dict()))  # a copy, as after saving and loading
     torch.manual_seed(1)
-    moved = take_step(parameters, first)
+    deltas = take_step(parameters, first)
     torch.manual_seed(1)
-    assert all(torch.equal(delta, moved[name]) for name, delta in take_step(copies, second).items())
+    assert all(torch.equal(delta, deltas[name]) for name, delta in take_step(copies, second).items())
 
 
 def test_checkpoints_of_older_versions_can_be_resumed(tmp_path):
@@ -256,7 +258,7 @@ def test_checkpoints_of_older_versions_can_be_resumed(tmp_path):
         step=1,
         weights={},
         optimizer={},
-        fingerprint={"head": {"num_layers": 3, "further_layers": "unrolled"}, "seed": 0},
+        fingerprint={"head": {"num_layers": 3, "further_layers": "unrolled"}, "seed": 0},  # a removed option
         num_tokens=0,
         train_s=0.0,
         metrics_bytes=0,
@@ -296,7 +298,7 @@ def blocks(document):
 
 @pytest.fixture
 def norms_in_double(monkeypatch):
-    """Replace the norm of transformers, which always computes in float32."""
+    """Replace the norms of transformers, which always compute in float32."""
 
     def forward(self, states):
         scaled = states * torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
@@ -355,7 +357,7 @@ def test_parts_contain_each_block_once(document, blocks):
     assert torch.equal(torch.cat([part.depth_S for part in parts]), blocks.depth_S)
 
 
-def test_micro_batch_limit(store):
+def test_micro_batches_are_within_the_limit(store):
     documents = list(range(len(store)))
     whole = list(micro_batches(store, documents, ONE_STEP, step=5))
     assert [batch.num_tokens for batch in whole] == [sum(map(store.num_tokens, documents))]
@@ -389,9 +391,9 @@ def test_batches_have_every_document_once():
 
 
 def test_every_epoch_has_its_own_order():
-    lengths = [1] * 7
-    order = EpochOrder(lengths, batch_tokens=2, seed=4)
-    steps = [order.documents(step) for step in range(8)]
+    lengths = [1] * 7  # an epoch has 4 steps, because a batch has 2 of these documents
+    epoch_order = EpochOrder(lengths, batch_tokens=2, seed=4)
+    steps = [epoch_order.documents(step) for step in range(8)]
     epochs = [[index for step in steps[start : start + 4] for index in step] for start in (0, 4)]
     assert [sorted(epoch) for epoch in epochs] == [list(range(7))] * 2
     assert epochs[0] != epochs[1]
@@ -429,7 +431,7 @@ def test_process_group_sums_and_broadcasts(tmp_path):
             assert json.loads(stdout.splitlines()[-1]) == [
                 [[3.0, 4.0], [[3]]],
                 [[1.0, 1.0], [[0.0, 0.0]]],
-                False,
+                False,  # the first worker decides
                 rank,
                 2,
             ]

@@ -30,14 +30,14 @@ class SimulatedKill(BaseException):
     """Ends compaction as kill -9 would: nothing in peagle catches it."""
 
 
-def make_session(session_id, *, end, life_s=120.0, ended=True):
-    times = {"started_at": end - life_s, "last_seen_at": end, "busy_s": life_s}
-    return engine_session(session_id, num_output_tokens=int(life_s), ended=ended, usd_per_device_s=0.01, **times)
+def make_session(session_id, *, end, lifetime_s=120.0, ended=True):
+    times = {"started_at": end - lifetime_s, "last_seen_at": end, "busy_s": lifetime_s}
+    return engine_session(session_id, num_output_tokens=int(lifetime_s), ended=ended, usd_per_device_s=0.01, **times)
 
 
 def write_engine(folder, session_id, *, end, num_requests=5, ended=True):
     """Write the ledger files of an engine that ran for two minutes, with a heartbeat after one minute."""
-    append_beat(folder, make_session(session_id, end=end - 60, life_s=60.0, ended=False))
+    append_beat(folder, make_session(session_id, end=end - 60, lifetime_s=60.0, ended=False))
     append_beat(folder, make_session(session_id, end=end, ended=ended))
     write_session(folder, make_session(session_id, end=end, ended=ended))
     for number in range(num_requests):
@@ -69,7 +69,7 @@ def ledger(tmp_path):
 
 
 def contents(folder):
-    """Return what each reader of a ledger returns."""
+    """Return what each reader of a ledger returns, starting with the request ids."""
     sessions = sorted(read_sessions(folder), key=lambda session: session.session_id)
     return (
         sorted(request.request_id for request in RequestReader(folder).new()),
@@ -90,8 +90,9 @@ def file_names(folder):
 
 def test_compaction_merges_files_and_keeps_their_records(ledger):
     before = contents(ledger)
-    assert len(before[0]) == 21
+    assert len(before[0]) == 21  # five of each engine, and one of the batch
     result = compact(ledger, NOW)
+    # Seven files are replaced by five: merged requests, heartbeats and sessions, and two indexes.
     assert (result.num_before, result.num_after) == (13, 11)
     assert contents(ledger) == before
     assert [name for name in file_names(ledger) if "merged" not in name] == [
@@ -99,52 +100,52 @@ def test_compaction_merges_files_and_keeps_their_records(ledger):
         for kind, ending in (("beats", "jsonl"), ("requests", "jsonl"), ("session", "parquet"))
         for name in ("just ended", "silent")
     ]
-    assert compact(ledger, NOW) == replace(result, num_before=11), "nothing is left to do"
+    assert compact(ledger, NOW) == replace(result, num_before=11), "another compaction changes nothing"
 
 
 def test_later_files_are_merged_into_existing_ones(ledger):
     compact(ledger, NOW)
     before = contents(ledger)
     result = compact(ledger, NOW + 2 * DAY_S)
-    assert (result.num_after, contents(ledger)) == (5, before)
+    assert (result.num_after, contents(ledger)) == (5, before)  # two days later, all engines count as ended
 
 
-def record_steps(monkeypatch, kill_at):
+def record_file_operations(monkeypatch, kill_at):
     """Make compaction raise SimulatedKill before it writes or deletes its file number `kill_at`.
 
-    Returns a list to which the names of the earlier files are added.
+    Returns a list to which each earlier write or deletion adds the file's name.
     """
-    steps = []
+    operations = []
     for name in ("write_atomic", "remove"):
         original = getattr(compaction, name)
 
-        def step(*arguments, original=original):
-            if len(steps) == kill_at:
+        def record(*arguments, original=original):
+            if len(operations) == kill_at:
                 raise SimulatedKill
-            steps.append(arguments[0].name)
+            operations.append(arguments[0].name)
             original(*arguments)
 
-        monkeypatch.setattr(compaction, name, step)
-    return steps
+        monkeypatch.setattr(compaction, name, record)
+    return operations
 
 
 def test_nothing_is_lost_if_compaction_is_killed(ledger, tmp_path_factory, monkeypatch):
     before = contents(ledger)
     with monkeypatch.context() as patch:
-        steps = record_steps(patch, None)
+        operations = record_file_operations(patch, None)
         compact(copy_ledger(ledger, tmp_path_factory.mktemp("whole")), NOW)
-    assert len(steps) == 12, "five files are written, and seven deleted"
-    for kill_at in range(len(steps)):
+    assert len(operations) == 12, "five files are written, and seven deleted"
+    for kill_at in range(len(operations)):
         folder = copy_ledger(ledger, tmp_path_factory.mktemp("killed"))
         reader, totals_reader = RequestReader(folder), RequestTotalsReader(folder)
-        first = next(reader.iter_new())
+        first_request = next(reader.iter_new())
         assert sum(work.num_requests for _, work in totals_reader.new()) == 21
         with monkeypatch.context() as patch:
-            record_steps(patch, kill_at)
+            record_file_operations(patch, kill_at)
             with pytest.raises(SimulatedKill):
                 compact(folder, NOW)
-        assert contents(folder) == before, f"killed before step {kill_at}"
-        assert sorted([first.request_id, *(request.request_id for request in reader.new())]) == before[0]
+        assert contents(folder) == before, f"killed before operation {kill_at}"
+        assert sorted([first_request.request_id, *(request.request_id for request in reader.new())]) == before[0]
         add_request(folder, "silent", 99, NOW)
         assert sum(work.num_requests for _, work in totals_reader.new()) == 1
         restarted = RequestReader(folder)
@@ -152,7 +153,7 @@ def test_nothing_is_lost_if_compaction_is_killed(ledger, tmp_path_factory, monke
         assert [request.request_id for request in restarted.new()] == ["silent-99"]
         compact(folder, NOW)
         assert len(contents(folder)[0]) == 22
-        assert len([name for name in file_names(folder) if "merged" not in name]) == 6, f"killed before step {kill_at}"
+        assert len([name for name in file_names(folder) if "merged" not in name]) == 6, f"killed at {kill_at}"
 
 
 def copy_ledger(ledger, folder):
@@ -169,7 +170,7 @@ def test_records_written_after_compaction_are_read_once(ledger):
         add_request(ledger, "killed", number, NOW)
     assert [request.request_id for request in reader.new()] == ["killed-20", "killed-21"]
     assert sum(work.num_requests for _, work in totals_reader.new()) == 2
-    write_session(ledger, make_session("killed", end=NOW, life_s=200.0, ended=False))
+    write_session(ledger, make_session("killed", end=NOW, lifetime_s=200.0, ended=False))
     assert {session.session_id: session.busy_s for session in read_sessions(ledger)}["killed"] == 200.0
     before = contents(ledger)
     compact(ledger, NOW + 2 * DAY_S)
@@ -234,7 +235,7 @@ def test_compaction_of_a_ledger_on_s3(ledger, s3):
     assert sorted(read_sessions(folder), key=str) == sorted(sessions, key=str)
 
 
-def test_damaged_index_is_an_error(ledger):
+def test_damaged_index_of_a_merged_file_is_an_error(ledger):
     (ledger / "requests-merged-x.jsonl").write_bytes(b"")
     (ledger / "requests-merged-x.jsonl.index").write_text("{}")
     with pytest.raises(PeagleError, match="is damaged"):

@@ -22,7 +22,7 @@ def table():
 @pytest.fixture
 def write_table(tmp_path):
     def write(text):
-        path = tmp_path / "own.csv"
+        path = tmp_path / "custom.csv"
         path.write_text(text)
         return path
 
@@ -33,6 +33,7 @@ def test_every_packaged_price_has_a_source_and_a_date(table):
     offers = table.offers
     assert len(offers) == 86
     assert {offer.provider for offer in offers} == {"aws", "gcp", "lambda", "nebius", "runpod"}
+    # A source is a file and a commit.
     assert all("@" in offer.source and date.fromisoformat(offer.as_of).year == 2026 for offer in offers)
 
 
@@ -59,12 +60,12 @@ def test_unknown_instance_types_get_suggestions(table):
     assert all(name in error.value.hint for name in ("p5.48xlarge", "--usd-per-hour", "--prices"))
 
 
-def test_missing_on_demand_price_is_an_error(table):
+def test_instance_type_without_an_on_demand_price_is_an_error(table):
     with pytest.raises(PriceError, match=r"no on-demand price .* aws us-east-2 spot \$14\.8034"):
         table.price("p5e.48xlarge")
 
 
-def test_own_price_with_a_region_replaces_the_price_of_that_region(write_table):
+def test_custom_price_with_a_region_replaces_the_price_of_that_region(write_table):
     table = PriceTable.load(
         write_table("provider,region,instance_type,vcpus,usd_per_hour_on_demand\naws,us-east-2,c7a.large,2,0.05\n")
     )
@@ -77,17 +78,17 @@ def test_own_price_with_a_region_replaces_the_price_of_that_region(write_table):
     assert "region" in error.value.hint
 
 
-def test_own_price_without_a_region_replaces_all_prices_of_the_instance_type(write_table):
+def test_custom_price_without_a_region_replaces_all_prices_of_the_instance_type(write_table):
     table = PriceTable.load(
         write_table("instance_type,accelerator,accelerator_count,usd_per_hour_on_demand\np5.48xlarge,H100,8,40\n")
     )
     price = table.price("p5.48xlarge")
     assert (price.usd_per_hour, price.provider, price.as_of) == (40, "", "undated")
-    assert price.source == "own.csv"
+    assert price.source == "custom.csv"
     assert table.price("p5.4xlarge").usd_per_hour == 6.88
 
 
-def test_reserved_prices_are_refused_in_tables_and_read_from_records(write_table, table):
+def test_reserved_prices_are_refused_in_tables_but_read_from_records(write_table, table):
     with pytest.raises(PriceError, match="unknown column 'usd_per_hour_reserved'") as error:
         PriceTable.load(write_table("instance_type,vcpus,usd_per_hour_reserved\nrack-7,64,1.5\n"))
     assert "usd_per_hour_on_demand" in error.value.hint
@@ -175,17 +176,17 @@ def test_accelerator_with_several_instance_types_has_no_default(table, device_na
 def test_price_lines_show_devices_price_and_provider(table):
     lines = [" ".join(line.split()) for line in price_lines(table.offers_with("NVIDIA H200"), "on_demand")]
     assert "p5en.48xlarge 8 x H200 $63.30/h on demand aws" in lines
-    assert "p5e.48xlarge 8 x H200 $14.80 to $17.75/h spot aws" in lines  # spot only
+    assert "p5e.48xlarge 8 x H200 $14.80 to $17.75/h spot aws" in lines  # has no on-demand price
     spot = [" ".join(line.split()) for line in price_lines(table.offers_with("NVIDIA H200"), "spot")]
     assert "p5en.48xlarge 8 x H200 $11.76 to $18.57/h spot aws" in spot
-    assert "1x_H200-SXM_SECURE 1 x H200-SXM $4.59/h on demand runpod" in spot
+    assert "1x_H200-SXM_SECURE 1 x H200-SXM $4.59/h on demand runpod" in spot  # has no spot price
 
 
-def test_has_accelerator_compares_names(table):
+def test_has_accelerator_matches_device_names(table):
     assert table.has_accelerator("p5.48xlarge", "NVIDIA H100 80GB HBM3")
-    assert table.has_accelerator("m7i.large", None)
+    assert table.has_accelerator("m7i.large", None)  # None: the engines run on CPUs
     assert not table.has_accelerator("p5.48xlarge", "NVIDIA H200")
-    assert not table.has_accelerator("p5.48xlarge", None)  # None: the engines run on CPUs
+    assert not table.has_accelerator("p5.48xlarge", None)
     assert not table.has_accelerator("m7i.large", "NVIDIA L4")
     assert not table.has_accelerator("m7i.huge", None)
 
@@ -211,5 +212,5 @@ def test_has_accelerator_compares_names(table):
         (None, "NVIDIA L4", False),
     ],
 )
-def test_accelerator_names_of_price_tables_match_those_of_gpu_drivers(name, device_name, expected):
+def test_accelerator_names_of_price_tables_match_device_names(name, device_name, expected):
     assert is_accelerator(name, device_name) == expected

@@ -25,7 +25,7 @@ from peagle.economics.statement import statement
 from peagle.economics.usage import Work, interpolate_session
 from tests.unit.economics.month import SERVING
 
-PRICE = Price.fixed(usd_per_hour=72, device="vcpu", num_devices=2)  # 0.01 USD a device-second
+PRICE = Price.fixed(usd_per_hour=72, device="vcpu", num_devices=2)  # 0.01 USD per device-second
 ALL_DAYS = Days()
 KINDS = ("attributed_usd", "loading_usd", "idle_usd", "lost_usd")
 
@@ -60,11 +60,11 @@ def random_sessions_and_units(draw):
     return sessions, units
 
 
-def ledger_of_run(sessions, units):
+def make_run_ledger(sessions, units):
     work = {}
     for index, unit in enumerate(units):
         group = SpendingGroup(day_of(unit.finished_at), unit.session_id, f"key{index % 3}", "m", "head", "{}")
-        work[group] = work.get(group, Work()) + Work.of(unit, unit.busy_s * 2 * 0.01)
+        work[group] = work.get(group, Work()) + Work.of(unit, unit.busy_s * 2 * 0.01)  # two devices
     return make_ledger(sessions, work)
 
 
@@ -72,7 +72,7 @@ def ledger_of_run(sessions, units):
 @given(sessions_and_units=random_sessions_and_units())
 def test_charges_add_up_to_the_account(sessions_and_units):
     sessions, units = sessions_and_units
-    total, run_account = total_spend(ledger_of_run(sessions, units)), account(units, sessions, PRICE)
+    total, run_account = total_spend(make_run_ledger(sessions, units)), account(units, sessions, PRICE)
     assert total.attributed_usd == pytest.approx(run_account.usd.busy, abs=1e-6)
     assert total.loading_usd == pytest.approx(run_account.usd.load + run_account.usd.compile, abs=1e-6)
     assert total.idle_usd == pytest.approx(run_account.usd.idle, abs=1e-6)
@@ -81,10 +81,10 @@ def test_charges_add_up_to_the_account(sessions_and_units):
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
-@given(sessions_and_units=random_sessions_and_units(), cuts=st.sets(st.integers(-1, 13), max_size=4))
-def test_spending_of_consecutive_periods_adds_up_to_the_total(sessions_and_units, cuts):
-    run_ledger = ledger_of_run(*sessions_and_units)
-    ends = sorted(cuts)
+@given(sessions_and_units=random_sessions_and_units(), last_days=st.sets(st.integers(-1, 13), max_size=4))
+def test_spending_of_consecutive_periods_adds_up_to_the_total(sessions_and_units, last_days):
+    run_ledger = make_run_ledger(*sessions_and_units)
+    ends = sorted(last_days)
     periods = [Days(*pair) for pair in zip([None, *(end + 1 for end in ends)], [*ends, None], strict=True)]
     parts, whole = [total_spend(run_ledger, days) for days in periods], total_spend(run_ledger)
     for name in KINDS:
@@ -94,20 +94,20 @@ def test_spending_of_consecutive_periods_adds_up_to_the_total(sessions_and_units
 
 @settings(max_examples=40, deadline=None, derandomize=True, database=None)
 @given(sessions_and_units=random_sessions_and_units(), random=st.randoms(use_true_random=False))
-def test_totals_do_not_depend_on_order_or_grouping(sessions_and_units, random):
+def test_totals_do_not_depend_on_the_order_or_grouping_of_charges(sessions_and_units, random):
     sessions, units = sessions_and_units
-    run_ledger = ledger_of_run(sessions, units)
-    by_day = list(charges(run_ledger, Days()))
-    by_day_and_key = statement(by_day, ("day", "key"), Days())
-    random.shuffle(by_day)
-    shuffled = statement(by_day, ("day", "key"), Days())
+    run_ledger = make_run_ledger(sessions, units)
+    run_charges = list(charges(run_ledger, Days()))
+    by_day_and_key = statement(run_charges, ("day", "key"), Days())
+    random.shuffle(run_charges)
+    shuffled = statement(run_charges, ("day", "key"), Days())
     for row, other in zip(by_day_and_key["rows"], shuffled["rows"], strict=True):
         assert (row["day"], row["key"], row["num_output_tokens"]) == (
             other["day"], other["key"], other["num_output_tokens"],
         )  # fmt: skip
         for kind, usd in row["usd"].items():
-            assert usd == pytest.approx(other["usd"][kind], abs=2.1e-9)
-    for result in (by_day_and_key, shuffled, statement(by_day, (), Days())):
+            assert usd == pytest.approx(other["usd"][kind], abs=2.1e-9)  # both are rounded to nanodollars
+    for result in (by_day_and_key, shuffled, statement(run_charges, (), Days())):
         nanodollars_by_kind = defaultdict(int)
         for row in result["rows"]:
             for kind, usd in row["usd"].items():
@@ -126,19 +126,19 @@ def test_work_counts_on_its_commit_day():
     """A unit that takes 30 s is committed 20 s after midnight."""
     engine = make_session(started_at=DAY_S - 10.0, busy_s=30.0)
     committed = {SpendingGroup(1, "s", "k", "m", None, "{}"): Work(num_requests=1, usd=0.6)}
-    by_day = list(charges(make_ledger([engine], committed), Days()))
-    assert [(charge.day, charge.spend.attributed_usd) for charge in by_day] == [(1, 0.6)]
+    day_charges = list(charges(make_ledger([engine], committed), Days()))
+    assert [(charge.day, charge.spend.attributed_usd) for charge in day_charges] == [(1, 0.6)]
     lost = list(charges(make_ledger([engine], {}), Days()))
     assert sum(charge.spend.lost_usd for charge in lost) == pytest.approx(0.6)
 
 
 def test_compile_time_over_midnight_is_counted_once():
-    """Until an engine is ready, all its seconds count as load. Of 100 s until midnight, 60 s become compile later."""
+    """At midnight, the engine is not ready, so all its 100 s count as load. Later, 60 s of them count as compile."""
     engine = make_session(started_at=DAY_S - 100.0, load_s=40.0, compile_s=110.0)
     loading = replace(engine, load_s=100.0, compile_s=0.0, last_seen_at=float(DAY_S))
-    by_day = list(charges(make_ledger([engine], {}, session_at=lambda *_: loading), Days()))
-    assert [charge.day for charge in by_day] == [0, 1]
-    assert [charge.spend.loading_usd for charge in by_day] == pytest.approx([2.0, 1.0])
+    day_charges = list(charges(make_ledger([engine], {}, session_at=lambda *_: loading), Days()))
+    assert [charge.day for charge in day_charges] == [0, 1]
+    assert [charge.spend.loading_usd for charge in day_charges] == pytest.approx([2.0, 1.0])
 
 
 def test_overhead_has_no_key():
@@ -177,7 +177,7 @@ def test_spot_charges_have_the_on_demand_cost_of_work_that_is_not_lost():
 MIDNIGHT = day_number(date(2026, 11, 4)) * DAY_S
 
 
-def idle_engine(begin_h, end_h):
+def idle_engine(begin_h, end_h):  # hours after MIDNIGHT
     return replace(
         SERVING, started_at=MIDNIGHT + 3600.0 * begin_h, last_seen_at=MIDNIGHT + 3600.0 * end_h, load_s=0.0, busy_s=0.0,
         idle_s=3600.0 * (end_h - begin_h),
@@ -186,16 +186,16 @@ def idle_engine(begin_h, end_h):
 
 def test_nodes_cost_money_while_any_engine_runs():
     engines = [idle_engine(1, 5), idle_engine(-2, 2), idle_engine(3, 4), idle_engine(8, 9)]
-    charges = list(node_charges(engines, Days(), 0.5))
-    assert sum(charge.spend.idle_usd for charge in charges) == pytest.approx(0.5 * (7 + 1))  # hours -2 to 5, 8 to 9
-    assert {(charge.run, charge.key) for charge in charges} == {(NODES, "")}
+    costs = list(node_charges(engines, Days(), 0.5))
+    assert sum(cost.spend.idle_usd for cost in costs) == pytest.approx(0.5 * (7 + 1))  # hours -2 to 5, 8 to 9
+    assert {(cost.run, cost.key) for cost in costs} == {(NODES, "")}
 
 
 def test_cost_of_nodes_is_divided_by_day():
-    fourth = MIDNIGHT // DAY_S
-    for day, hours in ((fourth - 1, 2), (fourth, 24), (fourth + 1, 3)):
-        charges = list(node_charges([idle_engine(-2, 27)], Days(day, day), 0.5))
-        assert [(charge.day, charge.spend.idle_usd) for charge in charges] == [(day, pytest.approx(0.5 * hours))]
+    november_4 = MIDNIGHT // DAY_S
+    for day, hours in ((november_4 - 1, 2), (november_4, 24), (november_4 + 1, 3)):
+        costs = list(node_charges([idle_engine(-2, 27)], Days(day, day), 0.5))
+        assert [(cost.day, cost.spend.idle_usd) for cost in costs] == [(day, pytest.approx(0.5 * hours))]
 
 
 def test_nodes_cost_nothing_without_engines():

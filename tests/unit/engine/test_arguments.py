@@ -58,15 +58,13 @@ def test_head_classes_support_local_argmax():
     from vllm.model_executor.models.qwen3_eagle3 import Eagle3Qwen3ForCausalLM
 
     for head_class in (Eagle3DeepseekV2ForCausalLM, Eagle3LlamaForCausalLM, Eagle3Qwen3ForCausalLM):
-        assert callable(getattr(head_class, "get_top_tokens", None)), "vLLM refuses a head without it when it loads"
+        assert callable(getattr(head_class, "get_top_tokens", None)), "vLLM refuses heads without it"
 
 
-def test_dummy_target_uses_a_real_head(tmp_path):
+def test_dummy_target_loads_the_heads_weights_if_they_exist(tmp_path):
     drafter = DrafterSpec(method="peagle", model=str(tmp_path), num_speculative_tokens=2)
     spec = EngineSpec(model="org/m", drafter=drafter, load_format="dummy")
-    assert (
-        "draft_load_config" not in engine_args(spec, CPU)["speculative_config"]
-    )  # without weights, the head is a dummy, too
+    assert "draft_load_config" not in engine_args(spec, CPU)["speculative_config"]  # the head is a dummy, too
     (tmp_path / "model.safetensors").touch()
     assert engine_args(spec, CPU)["speculative_config"]["draft_load_config"] == {"load_format": "auto"}
     assert "draft_load_config" not in engine_args(replace(spec, load_format="auto"), CPU)["speculative_config"]
@@ -80,7 +78,7 @@ def test_no_speculative_config_without_a_drafter():
 
 
 @pytest.mark.parametrize(("method", "expected"), [("peagle", True), ("dflash", False), ("dspark", False)])
-def test_block_heads_have_no_prefix_cache(method, expected):
+def test_block_heads_disable_the_prefix_cache(method, expected):
     spec = EngineSpec(model="org/m", drafter=head(method))
     assert engine_args(spec, GPU)["enable_prefix_caching"] is expected
     assert engine_args(replace(spec, enable_prefix_caching=False), GPU)["enable_prefix_caching"] is False
@@ -94,7 +92,7 @@ def test_request_metrics_can_be_omitted():
 
 @pytest.mark.parametrize(
     ("drafter", "hardware", "max_num_seqs", "expected"),
-    [
+    [  # the prefill budget is 2048 tokens on CPUs, and 8192 on GPUs
         (None, CPU, 256, 2048 + 256),
         (DrafterSpec(method="ngram", model="", num_speculative_tokens=4), CPU, 2, 2048 + 2 * 5),
         (head("eagle3", 7), CPU, 256, 2048 + 256 * 8),
@@ -113,7 +111,7 @@ def test_max_num_batched_tokens_is_slots_plus_prefill_budget(drafter, hardware, 
 
 @pytest.mark.parametrize("method", ["peagle", "eagle3", "dflash", "dspark"])
 def test_slots_suffice_for_vllms_scheduler(method):
-    """The loop of vllm/v1/core/sched/scheduler.py over `input_budget`, with every request decoding."""
+    """Repeat the loop of vllm/v1/core/sched/scheduler.py over `input_budget`, with all requests decoding."""
     k, max_num_seqs = 7, 300
     spec = EngineSpec(model="org/m", drafter=head(method, k), max_num_seqs=max_num_seqs)
     budget = max_num_batched_tokens(spec, CPU)
@@ -137,7 +135,7 @@ QUANTISED = {"native_quantization": "compressed-tensors"}
         ("int8", {}, cpu("avx512f", "avx512_vnni"), "bfloat16", "compressed-tensors", "auto"),
         ("float32", {}, CPU, "float32", None, "auto"),
         ("bf16", {"native_quantization": "mxfp4"}, GPU, "bfloat16", None, "bfloat16"),
-        # vLLM's "auto" would be the format that a quantised checkpoint names; on CPUs bf16 has no other name.
+        # With "auto", vLLM would use the format in a quantised checkpoint. On CPUs, bf16 has no other name.
         ("bf16", QUANTISED, GPU, "bfloat16", None, "bfloat16"),
         ("float16", QUANTISED, GPU, "float16", None, "float16"),
         ("bf16", QUANTISED | {"kv_cache_precision": "fp8"}, GPU, "bfloat16", None, "fp8"),
@@ -158,7 +156,7 @@ def test_kv_cache_is_sized_on_cpus_only():
 
 
 @pytest.mark.parametrize("hardware", [CPU, GPU])
-def test_explicit_kv_cache_wins(hardware):
+def test_explicit_kv_cache_size_replaces_the_default(hardware):
     spec = EngineSpec(model="org/m", kv_cache_gib=0.5)
     assert engine_args(spec, hardware)["kv_cache_memory_bytes"] == 512 * 1024**2
 
@@ -206,15 +204,15 @@ def test_all_arguments_exist_in_vllm():
     assert engine_args(spec, GPU).keys() <= names
 
 
-def test_command_line_round_trip():
+def test_command_line_has_flags_and_json_values():
     arguments = {"model": "m", "max_num_seqs": 8, "enforce_eager": True, "enable_prefix_caching": False}
-    words = command_line(arguments | {"speculative_config": {"method": "eagle3", "model": "a b"}})
-    assert words[:6] == ["--model", "m", "--max-num-seqs", "8", "--enforce-eager", "--no-enable-prefix-caching"]
-    assert words[6] == "--speculative-config"
-    assert json.loads(words[7]) == {"method": "eagle3", "model": "a b"}
+    flags = command_line(arguments | {"speculative_config": {"method": "eagle3", "model": "a b"}})
+    assert flags[:6] == ["--model", "m", "--max-num-seqs", "8", "--enforce-eager", "--no-enable-prefix-caching"]
+    assert flags[6] == "--speculative-config"
+    assert json.loads(flags[7]) == {"method": "eagle3", "model": "a b"}
 
 
-def test_text_only_by_default():
+def test_media_are_disabled_by_default():
     arguments = engine_args(EngineSpec(model="m"), CPU)
     assert arguments["language_model_only"] is True
     assert not {"limit_mm_per_prompt", "allowed_media_domains", "allowed_local_media_path"} & arguments.keys()
@@ -222,7 +220,7 @@ def test_text_only_by_default():
 
 @pytest.mark.parametrize(("domains", "expected"), [((), ["none.invalid"]), (("a.example",), ["a.example"])])
 def test_media_domains_must_be_allowed(domains, expected):
-    """For vLLM, an empty list allows any domain."""
+    """vLLM allows any domain if the list is empty, so the list has a domain that does not exist."""
     spec = EngineSpec(model="m", limit_mm_per_prompt={"image": 2}, allowed_media_domains=domains)
     arguments = engine_args(spec, CPU)
     assert arguments["limit_mm_per_prompt"] == {"image": 2, "audio": 0, "video": 0}
@@ -233,7 +231,7 @@ def test_media_domains_must_be_allowed(domains, expected):
 
 @pytest.mark.parametrize(("media", "limits"), [({}, [0, 0, 0]), ({"image": 2}, [2, 0, 0])])
 def test_vllm_accepts_media_limits(tmp_path, media, limits):
-    """vLLM's configuration for a tiny vision model."""
+    """Build vLLM's configuration of a tiny vision model."""
     from vllm import AsyncEngineArgs
 
     write_vision_model(tmp_path)

@@ -1,4 +1,4 @@
-"""Trial compilation of grammars, in real processes."""
+"""Trial compilation of grammars, in a real or a fake process."""
 
 import asyncio
 import faulthandler
@@ -27,12 +27,12 @@ from peagle.engine.trials import (
 )
 from peagle.errors import ConfigError
 
-BYTES = [bytes([value]) for value in range(256)]
+BYTES = [bytes([value]) for value in range(256)]  # a vocabulary with a token for each byte
 KINDS = ("json", "regex", "grammar", "choice", "structural_tag")
 
 
-def constraint(**given):
-    return SimpleNamespace(**{**dict.fromkeys(KINDS), **given})
+def constraint(**fields):
+    return SimpleNamespace(**{**dict.fromkeys(KINDS), **fields})
 
 
 def object_schema(num_optional):
@@ -49,9 +49,9 @@ def try_constraint(embedded_target):
     settings = {"model": str(embedded_target), "revision": None, "vocab_size": 49152}
     trials = Trials(lambda: settings, cpu_s=1.0)
 
-    def refusal_of(**given):
+    def refusal_of(**fields):
         try:
-            asyncio.run(trials.require(constraint(**given)))
+            asyncio.run(trials.require(constraint(**fields)))
         except TrialRefused as refusal:
             return str(refusal)
         return None
@@ -61,7 +61,7 @@ def try_constraint(embedded_target):
 
 
 @pytest.mark.parametrize(
-    "given",
+    "fields",
     [
         {"json": object_schema(5)},
         {"json": json.dumps(object_schema(5))},
@@ -78,27 +78,27 @@ def try_constraint(embedded_target):
     ],
     ids=str,
 )
-def test_valid_constraint_passes(try_constraint, given):
-    assert try_constraint(**given) is None
+def test_valid_constraint_passes(try_constraint, fields):
+    assert try_constraint(**fields) is None
 
 
 @pytest.mark.parametrize(
-    "given",
+    "fields",
     [
         {"json": object_schema(3000)},
         {"regex": r"(\w+\s?)*$"},
         {"json": {"type": "string", "pattern": "(.{0,1000}){0,1000}"}},
     ],
 )
-def test_slow_constraint_is_refused(try_constraint, given):
+def test_slow_constraint_is_refused(try_constraint, fields):
     started_at = time.monotonic()
-    assert "refused" in try_constraint(**given)
-    assert time.monotonic() - started_at < 60  # one second of CPU time, on a slow machine
+    assert "refused" in try_constraint(**fields)
+    assert time.monotonic() - started_at < 60  # the limit is one second of CPU time, but the machine may be slow
     assert try_constraint(json=object_schema(7)) is None
 
 
 @pytest.mark.parametrize(
-    "given",
+    "fields",
     [
         {"json": {"$ref": "#"}},
         {"json": {"anyOf": [{"$ref": "#"}]}},
@@ -109,17 +109,17 @@ def test_slow_constraint_is_refused(try_constraint, given):
     ],
     ids=str,
 )
-def test_unsatisfiable_constraint_is_refused(try_constraint, given):
-    assert "no token can start a response" in try_constraint(**given)
+def test_unsatisfiable_constraint_is_refused(try_constraint, fields):
+    assert "no token can start a response" in try_constraint(**fields)
 
 
-def test_finite_recursion_passes(try_constraint):
+def test_recursion_that_can_end_passes(try_constraint):
     assert try_constraint(grammar='root ::= root "a" | "b"') is None
     assert try_constraint(json={"anyOf": [{"type": "null"}, {"type": "array", "items": {"$ref": "#"}}]}) is None
 
 
 def test_large_constraint_is_refused():
-    trials = Trials(vocabulary, cpu_s=60.0, memory_bytes=2**21)
+    trials = Trials(vocabulary, cpu_s=60.0, memory_bytes=2**21)  # 2 MiB
 
     async def run_requests():
         await trials.require(constraint(json=object_schema(400)))
@@ -162,16 +162,16 @@ def test_failed_process_makes_trials_busy(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("number", "outcome"),
+    ("signal_name", "outcome"),
     [("SIGKILL", "busy"), ("SIGTERM", "busy"), ("SIGALRM", "busy"), ("SIGPROF", "slow"), ("SIGSEGV", "large"),
      ("SIGABRT", "large")],
 )  # fmt: skip
-def test_only_crashes_and_timeouts_of_the_compiler_are_verdicts(monkeypatch, number, outcome):
+def test_only_crashes_and_timeouts_of_the_compiler_are_verdicts(monkeypatch, signal_name, outcome):
     """A kill, for example by the out-of-memory killer, must not become a cached refusal of the schema."""
 
     def die(*_):
         faulthandler.disable()  # in the child, which must die
-        os.kill(os.getpid(), getattr(signal, number))
+        os.kill(os.getpid(), getattr(signal, signal_name))
 
     monkeypatch.setattr(trial_process, "_compile", die)
     trial = trial_process._try(None, None, {}, {"cpu_s": 5.0, "memory_bytes": 2**30})
@@ -179,28 +179,28 @@ def test_only_crashes_and_timeouts_of_the_compiler_are_verdicts(monkeypatch, num
 
 
 @pytest.fixture
-def use_process(monkeypatch):
-    """Replace the trial process by a function that returns the outcome of a constraint."""
+def replace_process(monkeypatch):
+    """Return a function that replaces the trial process by `run`, which returns the outcome of a constraint."""
 
-    def use(run):
+    def replace(run):
         process = SimpleNamespace(run=lambda job: run(job["spec"]), close=lambda: None)
         monkeypatch.setattr(module, "_Process", lambda settings: process)
 
-    return use
+    return replace
 
 
-def test_refusals_expire(use_process):
+def test_refusals_expire(replace_process):
     outcomes, specs, now = ["slow", "ok"], [], [0.0]
 
     def run(spec):
         specs.append(spec)
         return {"outcome": outcomes.pop(0)}
 
-    use_process(run)
+    replace_process(run)
     trials = Trials(vocabulary, monotonic=lambda: now[0])
 
     async def run_requests():
-        for now_s in (0.0, 599.0):
+        for now_s in (0.0, 599.0):  # refusals are cached for 600 s
             now[0] = now_s
             with pytest.raises(TrialRefused):
                 await trials.require(constraint(regex="a"))
@@ -209,18 +209,18 @@ def test_refusals_expire(use_process):
             await trials.require(constraint(regex="a"))
 
     asyncio.run(run_requests())
-    assert specs == ["a", "a"]
+    assert specs == ["a", "a"]  # tried again when the refusal had expired
     trials.close()
 
 
-def test_slow_grammars_delay_only_their_requester(use_process):
+def test_slow_grammars_delay_only_their_requester(replace_process):
     specs, now = [], [0.0]
 
     def run(spec):
         specs.append(spec)
         return {"outcome": "slow" if spec.startswith("slow") else "ok", "cpu_s": 3.0}
 
-    use_process(run)
+    replace_process(run)
     trials = Trials(vocabulary, is_shared=True, monotonic=lambda: now[0])
 
     async def outcome(requester, spec):
@@ -232,6 +232,7 @@ def test_slow_grammars_delay_only_their_requester(use_process):
         return None
 
     async def run_requests():
+        # After ten seconds of CPU time for refused trials, a requester must wait.
         assert [await outcome("mallory", f"slow {n}") for n in range(6)] == [TrialRefused] * 4 + [TrialsBusy] * 2
         assert [await outcome("alice", f"good {n}") for n in range(20)] == [None] * 20
         assert await outcome("mallory", "good 0") is None  # a cached verdict needs no trial
@@ -239,12 +240,12 @@ def test_slow_grammars_delay_only_their_requester(use_process):
         assert await outcome("mallory", "slow 9") is TrialRefused
 
     asyncio.run(run_requests())
-    assert len(specs) == 25
+    assert len(specs) == 4 + 20 + 1
     trials.close()
 
 
 @pytest.fixture
-def blocked_trials(use_process):
+def blocked_trials(replace_process):
     """Shared trials, the list of constraints that were tried, and an event that lets the trials end."""
     specs, may_end = [], threading.Event()
 
@@ -254,7 +255,7 @@ def blocked_trials(use_process):
             time.sleep(0.005)
         return {"outcome": "ok"}
 
-    use_process(run)
+    replace_process(run)
     trials = Trials(vocabulary, is_shared=True)
     yield trials, specs, may_end
     trials.close()
@@ -266,7 +267,7 @@ async def require_for(trials, requester, spec):
 
 
 def test_requester_with_many_trials_delays_only_itself(blocked_trials):
-    """Five of its trials wait, and the others are refused. Another requester's trial comes next."""
+    """Five of mallory's trials wait, and the others are refused. Alice's trial is one of the next."""
     trials, specs, may_end = blocked_trials
 
     async def run_requests():
@@ -283,20 +284,20 @@ def test_requester_with_many_trials_delays_only_itself(blocked_trials):
     assert specs.index("a") <= 2
 
 
-def test_same_constraint_is_tried_once(blocked_trials):
+def test_concurrent_requests_with_the_same_constraint_share_a_trial(blocked_trials):
     trials, specs, may_end = blocked_trials
 
     async def run_requests():
-        many = [asyncio.create_task(require_for(trials, f"k{index}", "same")) for index in range(20)]
+        requests = [asyncio.create_task(require_for(trials, f"k{index}", "same")) for index in range(20)]
         await asyncio.sleep(0.05)
         may_end.set()
-        await asyncio.gather(*many)
+        await asyncio.gather(*requests)
 
     asyncio.run(run_requests())
     assert specs == ["same"]
 
 
-def test_disconnected_client_keeps_its_trial(blocked_trials):
+def test_trial_of_a_disconnected_client_continues_and_counts(blocked_trials):
     trials, specs, may_end = blocked_trials
 
     async def run_requests():
@@ -310,7 +311,7 @@ def test_disconnected_client_keeps_its_trial(blocked_trials):
         await asyncio.sleep(0.2)
         return num_busy
 
-    assert asyncio.run(run_requests()) == 25
+    assert asyncio.run(run_requests()) == 30 - 5
     assert len(specs) == 5
 
 
@@ -331,49 +332,49 @@ def test_requesters_take_turns():
     assert asyncio.run(run_requests()) == "aabcabad"
 
 
-class Client:
-    """An `AsyncLLM` whose model has 100 token ids."""
+class FakeClient:
+    """A fake `AsyncLLM` whose model has 100 token ids."""
 
     model_config = SimpleNamespace(get_vocab_size=lambda: 100)
 
-    def __init__(self, received):
-        self._received = received
+    def __init__(self, engine_requests):
+        self._engine_requests = engine_requests
 
     async def add_request(self, request_id, prompt, params, **options):
-        self._received.append((request_id, options))
+        self._engine_requests.append((request_id, options))
 
 
 def test_invalid_token_ids_do_not_reach_the_engine():
     from vllm.exceptions import VLLMValidationError
 
-    received, params = [], SimpleNamespace(structured_outputs=None)
-    client = Client(received)
+    engine_requests, params = [], SimpleNamespace(structured_outputs=None)
+    client = FakeClient(engine_requests)
     guard_engine(client, Trials(vocabulary))
 
     async def run_requests():
         await client.add_request("last id", {"type": "token", "prompt_token_ids": [0, 99]}, params)
         await client.add_request("bulk", {"prompt_token_ids": [99]}, params)
-        await client.add_request("placeholder", {"type": "multimodal", "prompt_token_ids": [200]}, params)
+        await client.add_request("media placeholder", {"type": "multimodal", "prompt_token_ids": [200]}, params)
         for ids in ([100], [5, 101], [-1]):
             with pytest.raises(VLLMValidationError, match=f"token id {ids[-1]}, but the model only has ids 0 to 99"):
                 await client.add_request("unknown", {"type": "token", "prompt_token_ids": ids}, params)
 
     asyncio.run(run_requests())
-    assert [name for name, _ in received] == ["last id", "bulk", "placeholder"]
+    assert [name for name, _ in engine_requests] == ["last id", "bulk", "media placeholder"]
 
 
 @pytest.mark.parametrize(("outcome", "status"), [("slow", None), ("busy", 429), ("ok", None)])
-def test_refused_constraints_do_not_reach_the_engine(use_process, outcome, status):
+def test_refused_constraints_do_not_reach_the_engine(replace_process, outcome, status):
     from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 
-    received = []
-    use_process(lambda spec: {"outcome": outcome})
-    client = Client(received)
+    engine_requests = []
+    replace_process(lambda spec: {"outcome": outcome})
+    client = FakeClient(engine_requests)
     guard_engine(client, Trials(vocabulary))
 
     async def run_requests():
         await client.add_request("plain", "p", SimpleNamespace(structured_outputs=None), priority=1)
-        await client.add_request("bound", "p", SimpleNamespace(structured_outputs=constraint(regex="a")))
+        await client.add_request("constrained", "p", SimpleNamespace(structured_outputs=constraint(regex="a")))
 
     if outcome == "ok":
         asyncio.run(run_requests())
@@ -381,8 +382,8 @@ def test_refused_constraints_do_not_reach_the_engine(use_process, outcome, statu
         with pytest.raises(VLLMValidationError if outcome == "slow" else GracefulHTTPError) as raised:
             asyncio.run(run_requests())
         assert getattr(raised.value, "http_status", None) == status
-    assert received[0] == ("plain", {"priority": 1})
-    assert len(received) == (2 if outcome == "ok" else 1)
+    assert engine_requests[0] == ("plain", {"priority": 1})
+    assert len(engine_requests) == (2 if outcome == "ok" else 1)
 
 
 def test_all_kinds_of_constraints_are_tried():
@@ -402,7 +403,7 @@ def test_all_kinds_of_constraints_are_tried():
     assert list(_specs(StructuredOutputsParams(json_object=True))) == []
 
 
-def test_schema_of_a_run_is_checked_before_engines_start(embedded_target):
+def test_check_schema_refuses_a_slow_schema(embedded_target):
     settings = {"model": str(embedded_target), "revision": None, "vocab_size": 49152}
     check_schema(json.dumps(object_schema(5)), **settings)
     with pytest.raises(ConfigError, match=r"json_schema: .*CPU time"):

@@ -1,4 +1,4 @@
-"""Conversion of vLLM's results, without a running engine; tests/integration runs it."""
+"""Tests of the calls to vLLM and their results, without a running engine. Tests in tests/integration start engines."""
 
 import asyncio
 import os
@@ -28,12 +28,12 @@ def by_position(*values):
 
 def test_counters_of_ranks_add_up():
     rank = [counter("num_drafts", 10), counter("num_draft_tokens", 30), counter("num_accepted_tokens", 7)]
-    others = [SimpleNamespace(name="vllm:num_requests_running", value=1.0)]
-    totals = _totals([*rank, by_position(5, 2, 0), *others, *rank, by_position(4, 2, 1)])
+    unrelated = [SimpleNamespace(name="vllm:num_requests_running", value=1.0)]
+    totals = _totals([*rank, by_position(5, 2, 0), *unrelated, *rank, by_position(4, 2, 1)])
     assert totals == SpeculationStats(num_drafts=20, num_draft_tokens=60, accepted_per_position=(9, 4, 1))
 
 
-def test_no_draft_counters():
+def test_no_statistics_without_draft_counters():
     assert _totals([SimpleNamespace(name="vllm:num_requests_running", value=1.0)]) is None
 
 
@@ -87,20 +87,20 @@ def test_several_completions():
 
 
 def test_sampled_token_and_most_likely_tokens():
-    inside = {7: logprob(-0.1, 1, "a"), 8: logprob(-2.0, 2, "b")}
-    outside = {9: logprob(-5.0, 40, "z"), 7: logprob(-0.1, 1, "a"), 8: logprob(-2.0, 2, "b")}
-    (only,) = _generation(output_of(completion([7, 9], [inside, outside])), 2).completions
-    assert [(token.token, token.logprob) for token in only.logprobs] == [("a", -0.1), ("z", -5.0)]
-    assert [token.top for token in only.logprobs] == [(("a", -0.1), ("b", -2.0))] * 2
-    (none,) = _generation(output_of(completion([9], [{9: logprob(-5.0, 40, "z")}])), 0).completions
-    assert none.logprobs[0].top == ()
+    sampled_in_top = {7: logprob(-0.1, 1, "a"), 8: logprob(-2.0, 2, "b")}
+    sampled_below_top = {9: logprob(-5.0, 40, "z"), 7: logprob(-0.1, 1, "a"), 8: logprob(-2.0, 2, "b")}
+    (generated,) = _generation(output_of(completion([7, 9], [sampled_in_top, sampled_below_top])), 2).completions
+    assert [(token.token, token.logprob) for token in generated.logprobs] == [("a", -0.1), ("z", -5.0)]
+    assert [token.top for token in generated.logprobs] == [(("a", -0.1), ("b", -2.0))] * 2
+    (without_top,) = _generation(output_of(completion([9], [{9: logprob(-5.0, 40, "z")}])), 0).completions
+    assert without_top.logprobs[0].top == ()
 
 
 def test_sampling_options_exist_in_vllm():
     from peagle.requests.sampling import SamplingOptions
 
-    keys = SamplingOptions(json_schema='{"type": "object"}', stop=["x"], temperature=0.5, n=2, logprobs=3)
-    params = _sampling_params(keys.model_dump())
+    options = SamplingOptions(json_schema='{"type": "object"}', stop=["x"], temperature=0.5, n=2, logprobs=3)
+    params = _sampling_params(options.model_dump())
     assert params.structured_outputs.json == '{"type": "object"}'
     assert (params.stop, params.n, params.logprobs, params.max_tokens) == (["x"], 2, 3, 256)
     assert _sampling_params(SamplingOptions().model_dump()).structured_outputs is None
@@ -114,7 +114,7 @@ def test_all_parameters_reach_vllm():
         "structured_outputs": {"regex": "a+"}, "repetition_detection": {"max_pattern_size": 2, "min_count": 3},
     }  # fmt: skip
     params = _sampling_params(sampling)
-    assert params.logit_bias == {7: 100.0}
+    assert params.logit_bias == {7: 100.0}  # the maximum
     assert params.structured_outputs.regex == "a+"
     assert (params.repetition_detection.max_pattern_size, params.repetition_detection.min_count) == (2, 3)
     plain = sampling.keys() - {"logit_bias", "structured_outputs", "repetition_detection", "json_schema"}
@@ -127,7 +127,7 @@ class FailingLlm:
 
     async def generate(self, *_, **__):
         raise self._error from IndexError("no such block")
-        yield
+        yield  # makes this a generator
 
 
 def generate_with(llm, **sampling):
@@ -136,7 +136,7 @@ def generate_with(llm, **sampling):
     return asyncio.run(engine.generate("r", [1], {"temperature": 0.0, "max_tokens": 4, **sampling}))
 
 
-def test_refusals_and_failures_of_vllm(monkeypatch):
+def test_vllms_errors_become_refusals_or_engine_errors(monkeypatch):
     from vllm.exceptions import VLLMValidationError
     from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
@@ -149,7 +149,7 @@ def test_refusals_and_failures_of_vllm(monkeypatch):
         generate_with(FailingLlm(EngineGenerateError()))
     with pytest.raises(EngineError, match="engine process died"):
         generate_with(FailingLlm(EngineDeadError()))
-    monkeypatch.delattr("vllm.exceptions.VLLMClientError")  # as in 0.24
+    monkeypatch.delattr("vllm.exceptions.VLLMClientError")  # vLLM 0.24 does not have it
     with pytest.raises(RequestRefused, match="too long"):
         generate_with(FailingLlm(ValueError("the prompt is too long")))
 
@@ -166,7 +166,7 @@ def test_signs_of_life_counts_steps():
     for number in range(3):
         assert engine.signs_of_life() == number
         manager.record(scheduler_stats=None, iteration_stats=None, mm_cache_stats=None, engine_idx=0)
-    manager.log()
+    manager.log()  # this and the next two calls must not fail
     manager.log_engine_initialized()
     manager.record_sleep_state(0, 0)
 
@@ -190,8 +190,8 @@ def test_kill_ends_all_processes():
             time.sleep(0.05)
         print(len(descendants))
     """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert int(done.stdout) > 1
+    completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert int(completed.stdout) > 1
 
 
 def test_priority_and_cache_salt_reach_vllm():
@@ -231,7 +231,7 @@ def test_model_runner(config, runner):
     assert engine.model_runner == runner
 
 
-def test_vllm_names_its_model_runner():
+def test_vllms_configuration_names_its_model_runner():
     from vllm.config import VllmConfig
 
     assert isinstance(VllmConfig.use_v2_model_runner, property)
@@ -245,15 +245,15 @@ SPEC = EngineSpec(model="m", drafter=DrafterSpec(method="peagle", model="d", num
 def test_start_sets_environment_and_supported_arguments(has_request_metrics, monkeypatch):
     arguments_of_vllm = {}
 
-    def vllm(arguments):
+    def start_vllm(arguments):
         arguments_of_vllm.update(arguments, bound_to=os.environ["VLLM_CPU_OMP_THREADS_BIND"])
         return "engine"
 
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    monkeypatch.setattr(module, "VllmEngine", vllm)
+    monkeypatch.setattr(module, "VllmEngine", start_vllm)
     monkeypatch.setattr(module, "has_request_metrics", lambda: has_request_metrics)
     assert module.start_engine(SPEC, CPU, engine_index=1, num_engines_on_node=2) == "engine"
-    assert arguments_of_vllm["bound_to"] == "1"
+    assert arguments_of_vllm["bound_to"] == "1"  # each engine has one of the two cores
     assert ("per_request_spec_decode_metrics" in arguments_of_vllm) == has_request_metrics
     assert arguments_of_vllm["speculative_config"]["num_speculative_tokens"] == 3
 
@@ -288,7 +288,7 @@ def test_each_node_of_an_engine_starts_its_own_ranks(monkeypatch):
 
 
 @pytest.mark.parametrize("is_service", [True, False])
-def test_kubernetes_variables_are_removed(is_service, monkeypatch):
+def test_port_of_a_kubernetes_service_is_removed(is_service, monkeypatch):
     """Kubernetes sets VLLM_PORT to an address for a service named vllm; vLLM expects a port."""
     from vllm.envs import get_vllm_port
 

@@ -17,13 +17,13 @@ from peagle.engine import vllm_drafts
 
 
 class Scheduler:
-    """The patched methods of vLLM's scheduler: drafts after a step, and counts of accepted tokens."""
+    """A fake of vLLM's scheduler, with the methods that `change_drafts` patches."""
 
     def __init__(self, vllm_config):
         self.requests = {}
-        self.received = []
+        self.received_drafts = []
         self.kv_cache_manager = SimpleNamespace(block_pool=SimpleNamespace(hash_block_size=4))
-        self.new, self.finished = [], set()
+        self.new_names, self.finished_names = [], set()
 
     @property
     def running(self):
@@ -31,22 +31,22 @@ class Scheduler:
 
     def schedule(self):
         """Schedule a decoding step of all requests with the drafts that were received last."""
-        drafts = dict(zip(self.requests, self.received[-1], strict=False)) if self.received else {}
+        drafts = dict(zip(self.requests, self.received_drafts[-1], strict=False)) if self.received_drafts else {}
         num_tokens = {name: 1 + len(drafts.get(name, ())) for name in self.requests}
         return SimpleNamespace(
             num_scheduled_tokens=num_tokens,
             scheduled_spec_decode_tokens={name: tokens for name, tokens in drafts.items() if tokens},
             total_num_scheduled_tokens=sum(num_tokens.values()),
             num_spec_tokens_to_schedule=3,
-            scheduled_new_reqs=[SimpleNamespace(req_id=name, num_computed_tokens=4) for name in self.new],
-            finished_req_ids=self.finished,
+            scheduled_new_reqs=[SimpleNamespace(req_id=name, num_computed_tokens=4) for name in self.new_names],
+            finished_req_ids=self.finished_names,
         )
 
     def update_from_output(self, scheduled, output):
         return output
 
     def update_draft_token_ids(self, draft_token_ids):
-        self.received.append([list(drafts) for drafts in draft_token_ids.draft_token_ids])
+        self.received_drafts.append([list(drafts) for drafts in draft_token_ids.draft_token_ids])
 
     def make_spec_decoding_stats(self, spec_decoding_stats, num_draft_tokens, num_accepted_tokens, request_id):
         return f"{request_id}: {num_accepted_tokens} of {num_draft_tokens}"
@@ -58,7 +58,7 @@ class Scheduler:
         )
 
 
-def config_of(**changes):
+def make_config(**changes):
     settings = {
         "is_async": False, "use_v2_model_runner": False, "draft_sample_method": "greedy",
         "rejection_sample_method": "standard", **changes,
@@ -74,16 +74,16 @@ def config_of(**changes):
 
 @pytest.fixture
 def make_scheduler(monkeypatch):
-    """Make a scheduler that looks up n-grams of two tokens."""
+    """Return a function that makes a scheduler with prompt lookup of n-grams of at least two tokens."""
     patched = type("Patched", (Scheduler,), dict(vars(Scheduler)))
     monkeypatch.setattr("vllm.v1.core.sched.scheduler.Scheduler", patched)
     for _ in range(2):  # a process may load plug-ins more than once
         vllm_drafts.change_drafts()
     monkeypatch.setenv(vllm_drafts.LOOKUP, "2")
-    return lambda **changes: patched(config_of(**changes))
+    return lambda **changes: patched(make_config(**changes))
 
 
-def request_of(*tokens):
+def make_request(*tokens):
     from vllm import SamplingParams
     from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
     from vllm.v1.request import Request
@@ -100,65 +100,60 @@ def draft_ids(*drafts, request_id="one"):
 
 
 def test_scheduler_counts_accepted_copies_and_verified_drafts(make_scheduler):
-    scheduler, request = make_scheduler(), request_of(1, 2, 3, 4, 1)
+    scheduler, request = make_scheduler(), make_request(1, 2, 3, 4, 1)
     scheduler.requests["one"] = request
     scheduler.update_draft_token_ids(draft_ids(2, 9, 9))  # earlier, 1 2 was followed by 3 4
-    assert scheduler.received == [[[2, 3, 4]]]
+    assert scheduler.received_drafts == [[[2, 3, 4]]]
     assert scheduler.accept("one", 3) == "one: 3 of 3"
     request.append_output_token_ids([2, 3, 4, 8])
     scheduler.update_draft_token_ids(draft_ids(7, 9, 9))
-    assert scheduler.received[-1] == [[7, 9, 9]]
+    assert scheduler.received_drafts[-1] == [[7, 9, 9]]
     scheduler.accept("one", 2)  # both come from the head
-    assert request.spec_decode_metrics.per_step_drafted == [2, 0, 2, 2, 2]  # copies, dropped, verified by position
-    assert request.spec_decode_metrics.to_dict()["per_step_drafted"] == [
-        2,
-        0,
-        2,
-        2,
-        2,
-    ]  # the replica removes these counts from responses
+    counts = [2, 0, 2, 2, 2]  # accepted copies, dropped drafts, and verified drafts at each position
+    assert request.spec_decode_metrics.per_step_drafted == counts
+    assert request.spec_decode_metrics.to_dict()["per_step_drafted"] == counts  # the replica omits them from responses
 
 
 def test_prefill_and_finished_requests_are_unchanged(make_scheduler):
     from vllm.v1.request import RequestStatus
 
-    scheduler, request = make_scheduler(), request_of(1, 2, 3, 4, 1)
+    scheduler, request = make_scheduler(), make_request(1, 2, 3, 4, 1)
     scheduler.update_draft_token_ids(draft_ids(2, 9, 9))
     scheduler.requests["one"] = request
     request.is_prefill_chunk = True
     scheduler.update_draft_token_ids(draft_ids(2, 9, 9))
     request.is_prefill_chunk, request.status = False, RequestStatus.FINISHED_STOPPED
     scheduler.update_draft_token_ids(draft_ids(2, 9, 9))
-    assert scheduler.received == [[[2, 9, 9]]] * 3
+    assert scheduler.received_drafts == [[[2, 9, 9]]] * 3
 
 
-def test_failed_lookup_is_turned_off(make_scheduler, monkeypatch, caplog):
+def test_lookup_is_disabled_after_an_error(make_scheduler, monkeypatch, caplog):
     def fail(*_):
         raise MemoryError("no room")
 
     scheduler = make_scheduler()
-    scheduler.requests["one"] = request_of(1, 2, 3, 4, 1)
+    scheduler.requests["one"] = make_request(1, 2, 3, 4, 1)
     monkeypatch.setattr(vllm_drafts.PromptLookup, "extend", fail)
     for _ in range(3):
         scheduler.update_draft_token_ids(draft_ids(2, 9, 9))
         scheduler.accept("one", 3)
-    assert scheduler.received == [[[2, 9, 9]]] * 3
+    assert scheduler.received_drafts == [[[2, 9, 9]]] * 3
     assert [record.message for record in caplog.records] == [
         "prompt lookup failed and was disabled; all drafts come from the head"
     ]
     assert scheduler.requests["one"].spec_decode_metrics.per_step_drafted[0] == 0
 
 
-def test_lookup_is_off_by_default(make_scheduler, monkeypatch):
-    without_drafts = config_of()
+def test_lookup_is_off_without_a_drafter_or_its_variable(make_scheduler, monkeypatch):
+    without_drafts = make_config()
     without_drafts.speculative_config = None
     schedulers = [type(make_scheduler())(without_drafts)]
     monkeypatch.setenv(vllm_drafts.LOOKUP, "")
     schedulers.append(make_scheduler(is_async=True))
     for scheduler in schedulers:
-        scheduler.requests["one"] = request_of(1, 2, 3, 4, 1)
+        scheduler.requests["one"] = make_request(1, 2, 3, 4, 1)
         scheduler.update_draft_token_ids(draft_ids(2, 9, 9))
-        assert (scheduler.received, scheduler.accept("one", 3)) == ([[[2, 9, 9]]], "one: 3 of 3")
+        assert (scheduler.received_drafts, scheduler.accept("one", 3)) == ([[[2, 9, 9]]], "one: 3 of 3")
         assert scheduler.requests["one"].spec_decode_metrics.per_step_drafted == []
 
 
@@ -171,7 +166,7 @@ def test_lookup_is_off_by_default(make_scheduler, monkeypatch):
         ({"rejection_sample_method": "block"}, "standard rejection sampling"),
     ],
 )
-def test_unsupported_lookup_does_not_start(make_scheduler, changes, reason):
+def test_scheduler_with_unsupported_lookup_does_not_start(make_scheduler, changes, reason):
     with pytest.raises(RuntimeError, match=reason):
         make_scheduler(**changes)
 
@@ -206,13 +201,14 @@ def test_confidence_fits_vllms_worker():
 
 @pytest.fixture
 def choosing_scheduler(make_scheduler, monkeypatch):
+    """A scheduler that drops drafts that are not worth verifying. Time advances by 30 ms at each look at the clock."""
     monkeypatch.setenv(vllm_drafts.LOOKUP, "")
     monkeypatch.setenv(vllm_drafts.VERIFY, "auto")
     clock = itertools.count()
     monkeypatch.setattr(time, "perf_counter", lambda: 0.03 * next(clock))
     scheduler = make_scheduler()
     for name in ("sure", "unsure"):
-        scheduler.requests[name] = request_of(1, 2, 3, 4)
+        scheduler.requests[name] = make_request(1, 2, 3, 4)
         scheduler.requests[name].num_computed_tokens = 4
     return scheduler
 
@@ -224,28 +220,28 @@ def step(scheduler, log_probabilities):
     scheduled = scheduler.schedule()
     scheduler.update_from_output(scheduled, None)
     drafted = DraftTokenIds(list(scheduler.requests), [[7, 8, 9] for _ in scheduler.requests])
-    drafted.peagle_confidence = vllm_drafts.Confidence(log_probabilities, 0.01)
+    drafted.peagle_confidence = vllm_drafts.Confidence(log_probabilities, 0.01)  # drafting took 10 ms
     scheduler.update_draft_token_ids(drafted)
     return scheduled
 
 
-def test_drafts_that_are_likely_rejected_are_dropped(choosing_scheduler):
+def test_drafts_with_a_low_probability_are_dropped(choosing_scheduler):
     step(choosing_scheduler, [[-0.01, -0.01, -0.01], [-9.0, -9.0, -9.0]])
-    assert choosing_scheduler.received == [[[7, 8, 9], []]]
+    assert choosing_scheduler.received_drafts == [[[7, 8, 9], []]]
     sure, unsure = (choosing_scheduler.requests[name].spec_decode_metrics for name in ("sure", "unsure"))
     choosing_scheduler.accept("sure", 3)
-    assert (sure.per_step_drafted, unsure.per_step_drafted) == ([0, 0, 1, 1, 1], [0, 3])
+    assert (sure.per_step_drafted, unsure.per_step_drafted) == ([0, 0, 1, 1, 1], [0, 3])  # as `counts` above
     assert unsure.histogram == [1, 0, 0, 0]  # a step without an accepted draft
 
 
 def test_drafter_stops_when_all_drafts_are_rejected(choosing_scheduler):
-    for _ in range(60):
+    for _ in range(60):  # enough steps to learn from
         scheduled = step(choosing_scheduler, [[-0.05, -0.05, -0.05], [-0.05, -0.05, -0.05]])
-        for name, drafts in zip(choosing_scheduler.requests, choosing_scheduler.received[-1], strict=True):
+        for name, drafts in zip(choosing_scheduler.requests, choosing_scheduler.received_drafts[-1], strict=True):
             if drafts:
                 choosing_scheduler.accept(name, 0)
-    assert choosing_scheduler.received[0] == [[7, 8, 9], [7, 8, 9]]
-    assert choosing_scheduler.received[-1] == [[], []]
+    assert choosing_scheduler.received_drafts[0] == [[7, 8, 9], [7, 8, 9]]
+    assert choosing_scheduler.received_drafts[-1] == [[], []]
     assert scheduled.num_spec_tokens_to_schedule == 0
 
 
@@ -254,55 +250,55 @@ def test_drafter_is_skipped_when_it_does_not_pay(choosing_scheduler, monkeypatch
     scheduled = step(choosing_scheduler, [])
     assert scheduled.num_spec_tokens_to_schedule == 0
     monkeypatch.setattr(vllm_drafts.DraftBudget, "drafting_pays", lambda self, *_: True)
-    choosing_scheduler.requests["new"] = request_of(5, 6)
+    choosing_scheduler.requests["new"] = make_request(5, 6)
     scheduled = step(choosing_scheduler, [[-0.01] * 3] * 3)
     assert scheduled.num_spec_tokens_to_schedule == 3
-    assert choosing_scheduler.received[-1] == [[], [], [7, 8, 9]]  # the drafter lacks tokens of the first two
+    assert choosing_scheduler.received_drafts[-1] == [[], [], [7, 8, 9]]  # the drafter lacks tokens of two requests
 
 
 def test_new_request_does_not_draft_after_cached_tokens_that_the_drafter_skipped(choosing_scheduler, monkeypatch):
     requests = choosing_scheduler.requests
     requests["sure"].block_hashes, requests["unsure"].block_hashes = [b"shared"], [b"other"]
-    requests["sure"].num_computed_tokens = requests["unsure"].num_computed_tokens = 1
+    requests["sure"].num_computed_tokens = requests["unsure"].num_computed_tokens = 1  # in the first block
     monkeypatch.setattr(vllm_drafts.DraftBudget, "drafting_pays", lambda self, *_: False)
     step(choosing_scheduler, [])
     monkeypatch.setattr(vllm_drafts.DraftBudget, "drafting_pays", lambda self, *_: True)
-    choosing_scheduler.new = ["same prefix", "another prefix"]
-    for name, block_hash in zip(choosing_scheduler.new, (b"shared", b"new"), strict=True):
-        requests[name] = request_of(1, 2, 3, 4, 5)
+    choosing_scheduler.new_names = ["same prefix", "another prefix"]
+    for name, block_hash in zip(choosing_scheduler.new_names, (b"shared", b"new"), strict=True):
+        requests[name] = make_request(1, 2, 3, 4, 5)
         requests[name].block_hashes, requests[name].num_computed_tokens = [block_hash], 5
     step(choosing_scheduler, [[-0.01] * 3] * 4)
-    assert choosing_scheduler.received[-1] == [[], [], [], [7, 8, 9]]
+    assert choosing_scheduler.received_drafts[-1] == [[], [], [], [7, 8, 9]]  # only for "another prefix"
 
 
-def test_finished_requests_are_forgotten(choosing_scheduler):
+def test_finished_requests_are_removed(choosing_scheduler):
     for request in choosing_scheduler.requests.values():
         request.block_hashes = [b"prompt"]
-    choosing_scheduler.new = list(choosing_scheduler.requests)
+    choosing_scheduler.new_names = list(choosing_scheduler.requests)
     step(choosing_scheduler, [[-0.01] * 3] * 2)
     drafts = choosing_scheduler.peagle_drafts
     assert list(drafts._requests) == ["sure", "unsure"]
-    choosing_scheduler.new, choosing_scheduler.finished = [], {"sure", "unsure"}
+    choosing_scheduler.new_names, choosing_scheduler.finished_names = [], {"sure", "unsure"}
     choosing_scheduler.requests.clear()
     choosing_scheduler.schedule()  # vLLM schedules no tokens when the last request ends
     assert drafts._requests == {}
 
 
-@pytest.mark.parametrize("failing", ["choose", "drafting_pays"])
-def test_all_drafts_are_verified_after_a_failed_choice(choosing_scheduler, monkeypatch, caplog, failing):
+@pytest.mark.parametrize("failing_method", ["choose", "drafting_pays"])
+def test_all_drafts_are_verified_after_a_failed_choice(choosing_scheduler, monkeypatch, caplog, failing_method):
     def fail(*_):
         raise FloatingPointError("overflow")
 
-    monkeypatch.setattr(vllm_drafts.DraftBudget, failing, fail)
+    monkeypatch.setattr(vllm_drafts.DraftBudget, failing_method, fail)
     for _ in range(2):
         step(choosing_scheduler, [[-9.0] * 3, [-9.0] * 3])
-    assert choosing_scheduler.received == [[[7, 8, 9], [7, 8, 9]]] * 2
+    assert choosing_scheduler.received_drafts == [[[7, 8, 9], [7, 8, 9]]] * 2
     assert [record.message for record in caplog.records] == [
         "the choice of drafts failed and was disabled; all drafts are verified"
     ]
 
 
-def test_choice_is_off_where_drafts_stay_on_the_device(make_scheduler, monkeypatch):
+def test_choice_of_drafts_is_off_if_unsupported(make_scheduler, monkeypatch):
     monkeypatch.setenv(vllm_drafts.LOOKUP, "")
     monkeypatch.setenv(vllm_drafts.VERIFY, "auto")
     for changes in ({"is_async": True}, {"use_v2_model_runner": True}, {"rejection_sample_method": "synthetic"}):
@@ -321,14 +317,14 @@ _SAMPLES = """if True:
     for name in ("rejection_random_sample_kernel", "sample_recovered_tokens_kernel"):
         setattr(rejection_sampler, name, getattr(cpu_triton_utils, name))
     job = json.loads(sys.argv[1])
-    num, chances = job["num"], torch.tensor(job["chances"])
+    num_requests, probabilities = job["num_requests"], torch.tensor(job["probabilities"])
     torch.manual_seed(0)
-    logits = chances[torch.tensor([0, 1])].log().repeat(num, 1)  # for the first token, and after the first draft token
+    logits = probabilities.log().repeat(num_requests, 1)  # for the first token, and after the first draft token
     samples = rejection_sampler.rejection_sample(
-        torch.tensor(job["drafts"], dtype=torch.int32).repeat(num), [2] * num, 2,
-        torch.arange(2, 2 * num + 1, 2, dtype=torch.int32), None, logits,
-        torch.zeros((num, 1), dtype=torch.int32),
-        SimpleNamespace(all_greedy=False, all_random=True, temperature=torch.ones(num), generators={}),
+        torch.tensor(job["drafts"], dtype=torch.int32).repeat(num_requests), [2] * num_requests, 2,
+        torch.arange(2, 2 * num_requests + 1, 2, dtype=torch.int32), None, logits,
+        torch.zeros((num_requests, 1), dtype=torch.int32),
+        SimpleNamespace(all_greedy=False, all_random=True, temperature=torch.ones(num_requests), generators={}),
     )
     print(json.dumps(samples[:, :2].tolist()))
 """
@@ -339,19 +335,19 @@ def test_drafts_without_probabilities_keep_the_distribution():
 
     Sampled pairs of tokens must follow the target's distribution.
     """
-    num, drafts = 6000, [1, 3]
-    chances = [[0.1, 0.35, 0.3, 0.2, 0.05], [0.25, 0.05, 0.2, 0.1, 0.4]]
-    job = json.dumps({"num": num, "drafts": drafts, "chances": chances})
-    done = subprocess.run(
+    num_requests, drafts = 6000, [1, 3]
+    probabilities = [[0.1, 0.35, 0.3, 0.2, 0.05], [0.25, 0.05, 0.2, 0.1, 0.4]]
+    job = json.dumps({"num_requests": num_requests, "drafts": drafts, "probabilities": probabilities})
+    completed = subprocess.run(
         [sys.executable, "-c", _SAMPLES, job], capture_output=True, text=True, timeout=120, check=False
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    counts = Counter(map(tuple, json.loads(done.stdout.splitlines()[-1])))
+    assert completed.returncode == 0, completed.stderr[-3000:]
+    counts = Counter(map(tuple, json.loads(completed.stdout.splitlines()[-1])))
     # If the first draft token is rejected, the step ends.
-    expected = {(token, -1): chance for token, chance in enumerate(chances[0]) if token != 1}
-    expected |= {(1, token): chances[0][1] * chance for token, chance in enumerate(chances[1])}
-    assert counts.total() == num
+    expected = {(token, -1): probability for token, probability in enumerate(probabilities[0]) if token != 1}
+    expected |= {(1, token): probabilities[0][1] * probability for token, probability in enumerate(probabilities[1])}
+    assert counts.total() == num_requests
     assert p_value(counts, expected) > 1e-4, counts
     # The test must detect a sampler that overweights drafts, as if the head had given probabilities.
     biased = expected | {(1, 3): expected[1, 3] * 1.5, (1, 4): expected[1, 4] - expected[1, 3] / 2}
-    assert power(expected, biased, num, 1e-4) > 0.98
+    assert power(expected, biased, num_requests, 1e-4) > 0.98

@@ -25,21 +25,21 @@ def test_missing_plug_in_is_refused(monkeypatch):
         vllm_plugin.require_installed()
 
 
-def _core(connection):
+def _run_core(connection):
     vllm_plugin.exit_with_parent()
     connection.send(os.getpid())
     time.sleep(600)
 
 
-def _parent(connection):
-    multiprocessing.get_context("spawn").Process(target=_core, args=(connection,)).start()
+def _run_parent(connection):
+    multiprocessing.get_context("spawn").Process(target=_run_core, args=(connection,)).start()
     time.sleep(600)
 
 
 def test_core_ends_with_its_parent():
     spawn = multiprocessing.get_context("spawn")
     receiver, sender = spawn.Pipe()
-    parent = spawn.Process(target=_parent, args=(sender,))
+    parent = spawn.Process(target=_run_parent, args=(sender,))
     parent.start()
     assert receiver.poll(60)
     core = psutil.Process(receiver.recv())
@@ -50,7 +50,7 @@ def test_core_ends_with_its_parent():
 
 
 def test_vllm_cores_still_outlive_their_parent():
-    """Once this fails, vLLM has fixed issue 55510: `exit_with_parent` can go."""
+    """Once this fails, vLLM has fixed issue 55510: `exit_with_parent` can be removed."""
     from vllm.v1.engine import core, utils
 
     assert "monitor_parent_death" not in inspect.getsource(core) + inspect.getsource(utils)
@@ -59,17 +59,17 @@ def test_vllm_cores_still_outlive_their_parent():
 def test_only_a_core_forks_its_workers(monkeypatch):
     from vllm.v1.executor import multiproc_executor
 
-    spawn = multiproc_executor.get_mp_context
-    monkeypatch.setattr(multiproc_executor, "get_mp_context", spawn)
+    original = multiproc_executor.get_mp_context
+    monkeypatch.setattr(multiproc_executor, "get_mp_context", original)
     vllm_plugin.fork_workers()
-    assert multiproc_executor.get_mp_context is spawn
+    assert multiproc_executor.get_mp_context is original
     monkeypatch.setattr(multiprocessing.current_process(), "name", "EngineCore_DP0")
     vllm_plugin.fork_workers()
     assert multiproc_executor.get_mp_context().get_start_method() == "fork"
 
 
 def test_vllm_still_spawns_workers_on_cpus():
-    """Once this fails, vLLM may fork workers itself: `fork_workers` can go."""
+    """Once this fails, vLLM may fork workers itself: `fork_workers` can be removed."""
     from vllm.platforms import cpu
 
     assert 'os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"' in inspect.getsource(cpu)
@@ -101,7 +101,7 @@ class KernelLauncher:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int32, torch.int64])
-def test_expand(dtype):
+def test_expand_repeats_and_replaces_values(dtype):
     values = torch.tensor([0.75, 0, 3, 0.5]).to(dtype)
     output = torch.full((6,), 99, dtype=dtype)
     vllm_plugin.expand(output, values, torch.tensor([2, 3, 3, 6], dtype=torch.int32), replace_from=0, replace_to=1)
@@ -109,7 +109,7 @@ def test_expand(dtype):
     assert torch.equal(output, expected.to(dtype))
 
 
-def test_kernel_is_replaced_in_029_and_032(kernels):
+def test_kernel_is_replaced_in_vllm_029_and_032(kernels):
     vllm_plugin.replace_kernel()
     kernels.sampler.expand_kernel = kernels.table.expand_kernel
     vllm_plugin.probe()
@@ -117,7 +117,7 @@ def test_kernel_is_replaced_in_029_and_032(kernels):
     vllm_plugin.probe()
 
 
-def test_kernel_is_replaced_by_its_second_name(kernels, monkeypatch):
+def test_kernel_is_replaced_if_vllm_has_only_its_implementation(kernels, monkeypatch):
     monkeypatch.delattr(kernels.table, "expand_kernel")
     vllm_plugin.replace_kernel()
     assert kernels.table._expand_kernel_impl is vllm_plugin.expand
@@ -138,7 +138,7 @@ def test_wrong_kernel_is_refused(kernels, wrong):
         vllm_plugin.probe()
 
 
-def test_worker_probes_only_with_a_drafter(kernels, monkeypatch):
+def test_worker_probes_its_kernel_only_with_a_drafter(kernels, monkeypatch):
     from vllm.v1.worker import worker_base
 
     def install(self):
@@ -156,14 +156,14 @@ def test_worker_probes_only_with_a_drafter(kernels, monkeypatch):
 
 
 def test_vllms_own_kernel_is_still_wrong(script_output):
-    """Once this fails, vLLM has fixed issue 55005: `replace_kernel` can go, and the probe stays."""
+    """Once this fails, vLLM has fixed issue 55005: `replace_kernel` can be removed, and the probe stays."""
     assert "the kernel is right: False" in script_output
 
 
 def test_grammars_are_compiled_at_low_priority(monkeypatch):
     from vllm.v1.structured_output import StructuredOutputManager
 
-    class OfflineManager(StructuredOutputManager):
+    class FakeManager(StructuredOutputManager):
         def __init__(self):
             super().__init__(
                 SimpleNamespace(
@@ -178,13 +178,13 @@ def test_grammars_are_compiled_at_low_priority(monkeypatch):
 
     monkeypatch.setattr("vllm.v1.structured_output.cached_tokenizer_from_config", lambda model_config: None)
     monkeypatch.setattr(StructuredOutputManager, "__init__", StructuredOutputManager.__init__)  # restored at the end
-    vllm_plugin.lower_grammar_compile_priority()
-    vllm_plugin.lower_grammar_compile_priority()
+    for _ in range(2):  # a process may load plug-ins more than once
+        vllm_plugin.lower_grammar_compile_priority()
 
     def nice():
         return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
-    assert OfflineManager().executor.submit(nice).result() == max(nice(), vllm_plugin.NICE)
+    assert FakeManager().executor.submit(nice).result() == max(nice(), vllm_plugin.NICE)
 
 
 # Runs in a subprocess, because it patches torch and vLLM permanently; shared by tests, because importing vLLM is slow.
@@ -203,7 +203,7 @@ _SCRIPT = """if True:
     expand_kernel[(2,)](output, torch.tensor([0.5, 0.25]), torch.tensor([2, 3], dtype=torch.int32), 0, 1)
     print("the kernel is right:", output.tolist() == [0.5, 0.5, 0.25])
 
-    def norms_are_of_their_layers():
+    def norms_use_the_weights_of_their_layers():
         from vllm import _custom_ops
 
         x, weights = torch.ones(2, 3, 8), torch.stack([torch.full((8,), 1.0), torch.full((8,), 2.0)])
@@ -211,21 +211,21 @@ _SCRIPT = """if True:
         _custom_ops.rms_norm(output, x, weights, 1e-6)
         return torch.allclose(output, weights[:, None].expand_as(x), atol=1e-3)
 
-    print("original norms are right:", norms_are_of_their_layers())
+    print("original norms are right:", norms_use_the_weights_of_their_layers())
     for _ in range(2):
         vllm_plugin.normalize_each_layer()
-    print("fixed norms are right:", norms_are_of_their_layers())
+    print("fixed norms are right:", norms_use_the_weights_of_their_layers())
 
-    def keys():
+    def cache_keys():
         factors = []
         for os.environ["VLLM_CPU_OMP_THREADS_BIND"] in ("0", "1", "0,1"):
             factors.append(str(envs.compile_factors()))
         return [factors.index(key) for key in factors]
 
-    print("original keys:", keys())
+    print("original keys:", cache_keys())
     for _ in range(2):  # a process may load plug-ins more than once
         vllm_plugin.share_between_cores()
-    print("fixed keys:", keys())
+    print("fixed keys:", cache_keys())
 
     class Model(torch.nn.Module):
         _is_encoder = False
@@ -253,13 +253,13 @@ def script_output(tmp_path_factory):
     """The lines that the script prints."""
     path = tmp_path_factory.mktemp("compiled") / "model"
     command = [sys.executable, "-c", _SCRIPT, str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout.splitlines()
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert completed.returncode == 0, completed.stderr[-3000:]
+    return completed.stdout.splitlines()
 
 
 def test_vllms_norm_still_uses_the_weights_of_the_first_layer(script_output):
-    """Once this fails, vLLM has fixed it: `normalize_each_layer` can go."""
+    """Once this fails, vLLM has fixed this: `normalize_each_layer` can be removed."""
     assert "original norms are right: False" in script_output
 
 
@@ -268,7 +268,7 @@ def test_norm_uses_the_weights_of_each_layer(script_output):
 
 
 def test_vllm_still_fails_to_load_compiled_code(script_output):
-    """Once this fails, vLLM or torch has fixed it: `load_compiled` can go."""
+    """Once this fails, vLLM or torch has fixed this: `load_compiled` can be removed."""
     assert "loaded originally: None" in script_output
 
 
@@ -277,12 +277,15 @@ def test_compiled_code_is_loaded(script_output):
 
 
 def test_vllms_cache_keys_still_depend_on_cores(script_output):
-    """Once this fails, vLLM's compile-cache keys no longer depend on the cores: `share_between_cores` can go."""
+    """Once this fails, vLLM's cache keys no longer depend on the cores: `share_between_cores` can be removed."""
     assert "original keys: [0, 1, 2]" in script_output
 
 
 def test_engines_with_equal_core_counts_share_compiled_code(script_output):
     assert "fixed keys: [0, 0, 2]" in script_output
+
+
+PROCESSORS = "v1/sample/logits_processor/__init__.py"
 
 
 def test_vllm_still_refuses_unverifiable_parameters():
@@ -297,21 +300,18 @@ def test_vllm_still_refuses_unverifiable_parameters():
     assert "isinstance(processor, MinTokensLogitsProcessor)" in verify
 
 
-PROCESSORS = "v1/sample/logits_processor/__init__.py"
-
-
 @pytest.fixture
 def scheduler_class(monkeypatch):
-    """A scheduler class with the work-around, which is undone after the test."""
+    """A scheduler class that `skip_drafts` has patched; all patches are undone after the test."""
     from vllm.sampling_params import SamplingParams
     from vllm.v1.sample import logits_processor
 
     class Scheduler:
         def __init__(self, requests):
-            self.requests, self.received = requests, []
+            self.requests, self.received_drafts = requests, []
 
         def update_draft_token_ids(self, draft_token_ids):
-            self.received.append(draft_token_ids.draft_token_ids)
+            self.received_drafts.append(draft_token_ids.draft_token_ids)
 
     monkeypatch.setattr("vllm.v1.core.sched.scheduler.Scheduler", Scheduler)
     monkeypatch.setattr(SamplingParams, "_validate_spec_decode", SamplingParams._validate_spec_decode)
@@ -333,12 +333,12 @@ def test_unverifiable_requests_have_no_drafts(scheduler_class):
     requests = {name: SimpleNamespace(sampling_params=SamplingParams(**kind)) for name, kind in kinds.items()}
     scheduler = scheduler_class(requests)
     scheduler.update_draft_token_ids(DraftTokenIds([*kinds, "gone"], [[1, 2] for _ in range(5)]))
-    assert scheduler.received == [[[1, 2], [], [], [1, 2], [1, 2]]]
+    assert scheduler.received_drafts == [[[1, 2], [], [], [1, 2], [1, 2]]]
     for request in requests.values():
         request.sampling_params._validate_spec_decode(object())  # does not raise
 
 
-def test_engine_with_drafter_has_both_processors(scheduler_class):
+def test_engine_with_a_drafter_has_processors_for_logit_bias_and_min_p(scheduler_class):
     from vllm.v1.sample import logits_processor
     from vllm.v1.worker import gpu_model_runner
 

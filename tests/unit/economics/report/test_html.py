@@ -43,7 +43,7 @@ def svg_elements(page):
     return [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", page, re.DOTALL)]
 
 
-def plot(page, name):
+def find_plot(page, name):
     """Return the plot whose alternative text starts with `name`."""
     (svg_plot,) = (svg for svg in svg_elements(page) if svg.get("aria-label").startswith(name))
     return svg_plot
@@ -76,7 +76,7 @@ def test_user_text_is_escaped(make_report):
 
 
 def test_acceptance_bars_are_in_proportion(drafter_report):
-    acceptance = plot(render_html(drafter_report), "Acceptance")
+    acceptance = find_plot(render_html(drafter_report), "Acceptance")
     bars = acceptance.findall(f"{SVG}path")
     assert [bar.find(f"{SVG}title").text.rsplit(" ", 1)[1] for bar in bars] == ["48.0%", "10.0%", "2.0%"]
     base = float(re.match(r"M[\d.]+,([\d.]+)", bars[0].get("d"))[1])
@@ -93,7 +93,7 @@ def test_page_compares_runs(drafter_report, plain_report):
     text = CheckedPage(page).text
     assert "2 runs of smollm2-135m" in text
     assert "\N{MULTIPLICATION SIGN} 1.50" in text
-    cost_plot = plot(page, "Cost by engine state")
+    cost_plot = find_plot(page, "Cost by engine state")
     labels = [node.text for node in cost_plot.findall(f"{SVG}text") if node.get("class") == "label"]
     assert labels == ["no drafter", "peagle K=3"]
 
@@ -104,14 +104,14 @@ def test_page_of_a_run_without_output(make_report):
     CheckedPage(page)
 
 
-def test_assumed_costs_are_labelled(make_report):
+def test_fake_engines_and_assumed_prices_are_labelled(make_report):
     assumed = dataclasses.replace(PRICE, basis="assumed")
     report = make_report(price=assumed, is_stand_in=True)
     page = render_html(report)
     assert CheckedPage(page).text.count(FAKE_ENGINE) == CheckedPage(page).text.count(ASSUMED) >= 3
-    other = make_report(label="measured")
-    assert f"{FAKE_ENGINE} (no drafter)" in CheckedPage(render_html([report, other])).text
-    assert 'class="caveat"' not in render_html(other)
+    measured_report = make_report(label="measured")
+    assert f"{FAKE_ENGINE} (no drafter)" in CheckedPage(render_html([report, measured_report])).text
+    assert 'class="caveat"' not in render_html(measured_report)
 
 
 def test_page_shows_timeline_rows_and_failures(detailed_report):
@@ -130,7 +130,7 @@ def test_page_shows_timeline_rows_and_failures(detailed_report):
     names = [svg.get("aria-label") for svg in svg_elements(page)]
     assert "Failures by reason: invalid_row 3, time_limit 1" in names
     assert "Finish reasons: stop 90 (90%), length 10 (10%)" in names
-    states = plot(page, "States of the engines")
+    states = find_plot(page, "States of the engines")
     assert {path.get("class") for path in states.findall(f"{SVG}path")} == {"share-load", "share-busy", "share-lost"}
     assert "engine 0: busy 67%, idle 0%, lost 17%" in [node.text for node in states.iter(f"{SVG}text")]
     assert "an omitted pause of 1 h 0 min" in page
@@ -187,25 +187,26 @@ def make_engine(*spans, **seconds):
 def test_points_of_a_series_are_in_proportion():
     root = ElementTree.fromstring(series_svg([10.0, 40.0, 20.0], make_timeline(), "speed", format_usd))
     (line,) = root.iter(f"{SVG}polyline")
+    # A value is a horizontal line from the start to the end of its interval.
     points = [tuple(map(float, point.split(","))) for point in line.get("points").split()]
     assert len(points) == 6
     first, second, third = points[0::2]
     assert second[0] - first[0] == pytest.approx(third[0] - second[0], abs=0.11)
-    ticks = {
+    ticks = {  # a label's baseline is 4 px below its tick
         node.text: float(node.get("y")) - 4 for node in root.iter(f"{SVG}text") if node.get("text-anchor") == "end"
     }
     assert (first[1], second[1]) == (pytest.approx(ticks["$10.00"], abs=0.1), pytest.approx(ticks["$40.00"], abs=0.1))
 
 
 @pytest.mark.parametrize(
-    ("total_s", "last"), [(0.5, "0 s"), (5.0, "5 s"), (120.0, "120 s"), (7000.0, "100 min"), (9e5, "10 d")]
+    ("total_s", "last_tick"), [(0.5, "0 s"), (5.0, "5 s"), (120.0, "120 s"), (7000.0, "100 min"), (9e5, "10 d")]
 )
-def test_time_axis_has_few_round_ticks(total_s, last):
+def test_time_axis_has_few_round_ticks(total_s, last_tick):
     root = ElementTree.fromstring(series_svg([1.0], make_timeline(total_s), "x", format_usd))
     ticks = [node.text for node in root.iter(f"{SVG}text") if node.get("text-anchor") != "end"]
     assert ticks[0].startswith("0 ")
     assert len(ticks) <= 7
-    assert ticks[-1] == last
+    assert ticks[-1] == last_tick
 
 
 def test_engine_lanes_have_labels_and_a_minimum_width():

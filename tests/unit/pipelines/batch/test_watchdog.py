@@ -49,7 +49,7 @@ def row_outcome(answer_s, silent_s, limit_s=0.05):
 
     async def main():
         loop = asyncio.get_running_loop()
-        start, cancelled = loop.time(), []
+        started_at, cancelled = loop.time(), []
 
         async def answer():
             try:
@@ -59,11 +59,11 @@ def row_outcome(answer_s, silent_s, limit_s=0.05):
                 raise
             return "answer"
 
-        def signs():
-            return int(max(0.0, loop.time() - start - silent_s) * 1000)
+        def signs_of_life():
+            return int(max(0.0, loop.time() - started_at - silent_s) * 1000)
 
         try:
-            return await wait_for_answer(limit_s, answer(), signs)
+            return await wait_for_answer(limit_s, answer(), signs_of_life)
         except OutOfTime:
             await asyncio.sleep(0)
             return cancelled
@@ -71,7 +71,7 @@ def row_outcome(answer_s, silent_s, limit_s=0.05):
     return asyncio.run(asyncio.wait_for(main(), 5))
 
 
-def test_row_times_out_at_the_next_step():
+def test_row_times_out_at_the_first_sign_of_life_after_its_limit():
     assert row_outcome(answer_s=0.01, silent_s=0) == "answer"
     assert row_outcome(answer_s=3, silent_s=0) == [True]
     assert row_outcome(answer_s=3, silent_s=0.3) == [True]
@@ -81,7 +81,7 @@ def test_long_time_limit_is_checked_frequently():
     assert row_outcome(answer_s=1.6, silent_s=0, limit_s=1) == [True]
 
 
-def test_row_that_ends_with_a_long_step_is_done():
+def test_row_that_ends_before_the_next_sign_of_life_is_not_cancelled():
     assert row_outcome(answer_s=0.3, silent_s=5) == "answer"
 
 
@@ -96,27 +96,26 @@ def test_engine_errors_pass_through():
 
 @pytest.fixture
 def watched_loop(monkeypatch):
-    """Return a function that runs a coroutine in a watched event loop.
+    """Return a function that runs a coroutine in a watched event loop, and returns "left" for each call of `leave`.
 
-    The function returns "left" for each call of `leave`, which is never called if the loop was not blocked.
-
-    A poll counts for at most 0.03 s, so that a busy machine does not look like a blocked loop.
+    `leave` is called only if the loop was blocked. A poll counts for at most 0.03 s, so that a busy machine does not
+    look like a blocked loop.
     """
     monkeypatch.setattr(watchdog, "POLL_S", 0.02)
     monkeypatch.setattr(watchdog, "_MAX_GAP_S", 0.03)
     monkeypatch.setattr(watchdog, "_MIN_BLOCKED_S", 0.0)
 
     def run_watched(main, die, *, limit_s=0.3):
-        ended, before = [], set(threading.enumerate())
+        leave_calls, earlier_threads = [], set(threading.enumerate())
 
         async def run():
-            LoopWatch(asyncio.get_running_loop(), limit_s=limit_s, die=die, leave=lambda: ended.append("left"))
-            await main(ended)
+            LoopWatch(asyncio.get_running_loop(), limit_s=limit_s, die=die, leave=lambda: leave_calls.append("left"))
+            await main(leave_calls)
 
         asyncio.run(run())
-        for thread in set(threading.enumerate()) - before:
+        for thread in set(threading.enumerate()) - earlier_threads:
             thread.join(5)
-        return ended
+        return leave_calls
 
     return run_watched
 
@@ -132,8 +131,8 @@ def test_responsive_event_loop_is_not_killed(watched_loop):
 def test_blocked_event_loop_ends_the_process_with_a_traceback(watched_loop, capfd):
     ended, reasons = threading.Event(), []
 
-    def die(why):
-        reasons.append(why)
+    def die(reason):
+        reasons.append(reason)
         ended.set()
 
     async def blocks_the_loop(_):
@@ -148,13 +147,14 @@ def test_blocked_process_ends_even_if_die_hangs(watched_loop, monkeypatch):
     monkeypatch.setattr(watchdog, "_FINAL_WRITES_S", 0.05)
     released = threading.Event()
 
-    async def blocks_until_left(ended):
-        until = time.monotonic() + 20
-        while not ended and time.monotonic() < until:
+    async def blocks_until_left(leave_calls):
+        deadline = time.monotonic() + 20
+        while not leave_calls and time.monotonic() < deadline:
             time.sleep(0.01)
         released.set()
 
-    assert watched_loop(blocks_until_left, lambda why: released.wait(20)) == ["left", "left"]
+    # `leave` is called while `die` hangs, and again after `die` returns.
+    assert watched_loop(blocks_until_left, lambda reason: released.wait(20)) == ["left", "left"]
 
 
 def test_loop_limit_is_at_least_ten_seconds(monkeypatch, watched_loop):
@@ -170,12 +170,12 @@ class ProcessEnded(Exception):  # noqa: N818
     """Raised instead of ending the process."""
 
 
-def die(why):
-    raise ProcessEnded(why)
+def die(reason):
+    raise ProcessEnded(reason)
 
 
 @pytest.fixture
-def watch(monkeypatch):
+def make_watchdog(monkeypatch):
     """Return a function that creates a watchdog. `grace_s` is the time left to stop."""
     monkeypatch.setattr(watchdog, "POLL_S", 0.02)
 
@@ -202,38 +202,38 @@ async def finish_after(delay_s, cancelled=None):
     return "done"
 
 
-def wait_for_work(watchdog_, delay_s):
+def wait_for_work(unit_watchdog, delay_s):
     """Return whether work of `delay_s` finished, and whether it was cancelled."""
 
     async def main():
         cancelled = []
         work = asyncio.create_task(finish_after(delay_s, cancelled))
-        is_finished = await watchdog_.wait_for_unit(work)
+        is_finished = await unit_watchdog.wait_for_unit(work)
         await asyncio.sleep(0)
         return is_finished, bool(cancelled)
 
     return asyncio.run(main())
 
 
-def test_working_engine_is_awaited(watch):
-    assert wait_for_work(watch(), 0.3) == (True, False)
-    assert wait_for_work(watch(is_responsive=False, is_busy=False), 0.3) == (True, False)
+def test_unit_of_a_responsive_or_idle_engine_is_awaited(make_watchdog):
+    assert wait_for_work(make_watchdog(), 0.3) == (True, False)
+    assert wait_for_work(make_watchdog(is_responsive=False, is_busy=False), 0.3) == (True, False)
 
 
-def test_running_unit_gets_the_grace_period(watch):
-    watchdog_ = watch(grace_s=0.1)
-    assert watchdog_.is_stopping()
-    assert wait_for_work(watchdog_, 0.02) == (True, False)
-    assert wait_for_work(watchdog_, 30) == (False, True)
-    assert not watch().is_stopping()
+def test_running_unit_gets_the_grace_period(make_watchdog):
+    unit_watchdog = make_watchdog(grace_s=0.1)
+    assert unit_watchdog.is_stopping()
+    assert wait_for_work(unit_watchdog, 0.02) == (True, False)
+    assert wait_for_work(unit_watchdog, 30) == (False, True)
+    assert not make_watchdog().is_stopping()
 
 
-def test_silent_engine_ends_its_process(watch):
+def test_silent_engine_ends_its_process(make_watchdog):
     with pytest.raises(ProcessEnded, match=r"no sign of life for 0\.1 s \(--engine-timeout-s\)"):
-        wait_for_work(watch(is_responsive=False), 30)
+        wait_for_work(make_watchdog(is_responsive=False), 30)
 
 
-def test_silent_self_check_is_an_error(watch):
-    assert asyncio.run(watch().wait_for_self_check(finish_after(0.3))) == "done"
+def test_silent_self_check_is_an_error(make_watchdog):
+    assert asyncio.run(make_watchdog().wait_for_self_check(finish_after(0.3))) == "done"
     with pytest.raises(EngineError, match=r"no sign of life in its self-check for 0\.1 s"):
-        asyncio.run(watch(is_responsive=False).wait_for_self_check(finish_after(30)))
+        asyncio.run(make_watchdog(is_responsive=False).wait_for_self_check(finish_after(30)))

@@ -57,7 +57,7 @@ class RunWithWorkers:
         self.directory = self.resolved.directory
         self.directory.create({}, self.resolved.plan)
 
-    def worker(self, engine, lender=None, **options):
+    def make_worker(self, engine, lender=None, **options):
         if lender is None:
             started_engine = StartedEngine(engine=engine, checkable=engine.checkable)
             self._monkeypatch.setattr(worker, "start_engine", lambda *_: started_engine)
@@ -66,7 +66,7 @@ class RunWithWorkers:
         self.workers.append(engine_worker)
         return engine_worker
 
-    async def call(self, engine_worker, unit):
+    async def process_unit(self, engine_worker, unit):
         plan = self.resolved.plan
         batch = encode_rows(prepare_unit(plan.units[unit], plan.schema, self.resolved.request_builder()))
         return [receipt async for receipt in engine_worker(batch)]
@@ -104,12 +104,12 @@ class ProcessEnded(BaseException):
 
 @pytest.mark.parametrize("options", [{}, {"n": 3, "temperature": 1.0}])
 def test_time_limit_excludes_waiting_for_slots(make_run, options):
-    run = make_run(**options)
-    asyncio.run(run.call(run.worker(EngineWithSlots(row_s=0.3), row_timeout_s=0.55), 0))
+    run = make_run(**options)  # eight rows share four slots, so most of them wait
+    asyncio.run(run.process_unit(run.make_worker(EngineWithSlots(row_s=0.3), row_timeout_s=0.55), 0))
     assert run.counts(0) == (8, 0)
 
 
-def test_rows_without_time_limit_wait_in_the_engine(make_run):
+def test_rows_wait_in_the_engine_only_without_a_time_limit(make_run):
     class CountingEngine(EngineWithSlots):
         peak = running = 0
 
@@ -122,16 +122,16 @@ def test_rows_without_time_limit_wait_in_the_engine(make_run):
                 self.running -= 1
 
     run, engines = make_run(), [CountingEngine(row_s=0.01), CountingEngine(row_s=0.01)]
-    asyncio.run(run.call(run.worker(engines[0]), 0))
-    asyncio.run(run.call(run.worker(engines[1], row_timeout_s=5), 1))
+    asyncio.run(run.process_unit(run.make_worker(engines[0]), 0))
+    asyncio.run(run.process_unit(run.make_worker(engines[1], row_timeout_s=5), 1))
     assert [engine.peak for engine in engines] == [2 * SLOTS, SLOTS]
 
 
 def call_until_committed(run, make_engine, unit, **options):
-    """Call new actors until one commits the unit; return the number of crashed actors and their notes of suspects."""
+    """Call new actors until one commits the unit; return the number that crashed, and their last notes of suspects."""
     for num_ended in range(10):
         try:
-            asyncio.run(run.call(run.worker(make_engine(), **options), unit))
+            asyncio.run(run.process_unit(run.make_worker(make_engine(), **options), unit))
         except ProcessEnded:
             notes = [json.loads(path.read_bytes()) for path in run.directory.suspects.iterdir()]
         else:
@@ -141,17 +141,18 @@ def call_until_committed(run, make_engine, unit, **options):
 
 @pytest.mark.parametrize("row_timeout_s", [None, 0.1])
 def test_row_that_hangs_engines_becomes_a_dead_letter(make_run, row_timeout_s):
-    run, killed = make_run(), []
+    run, killed_engines = make_run(), []
 
     class HangingEngine(FakeEngine):
         def __init__(self):
             super().__init__(FakeTraits(hang_on="line 3"))
 
         def kill(self):
-            killed.append(self)
+            killed_engines.append(self)
 
     num_ended, notes = call_until_committed(run, HangingEngine, 0, row_timeout_s=row_timeout_s, engine_timeout_s=0.4)
-    assert (num_ended, len(killed)) == (3, 3)
+    assert (num_ended, len(killed_engines)) == (3, 3)
+    # The first engine died with several rows, the next two with only this row.
     assert sorted((note["alone"], note["died"], 3 in note["rows"]) for note in notes) == [
         (False, True, True),
         (True, True, True),
@@ -167,25 +168,25 @@ def test_row_that_hangs_engines_becomes_a_dead_letter(make_run, row_timeout_s):
 def test_blocked_event_loop_counts_as_a_crash(make_run, monkeypatch):
     monkeypatch.setattr(watchdog, "_MAX_GAP_S", 0.06)
     monkeypatch.setattr(watchdog, "_MIN_BLOCKED_S", 0.0)
-    run, killed_engines, exits, exited = make_run(), [], [], threading.Event()
+    run, killed_engines, exit_calls, has_exited = make_run(), [], [], threading.Event()
 
     class BlockingEngine(FakeEngine):
         async def generate(self, request_id, prompt_token_ids, sampling):
             if b"line 3" in bytes(prompt_token_ids):
-                assert exited.wait(20)
+                assert has_exited.wait(20)
             return await super().generate(request_id, prompt_token_ids, sampling)
 
         def kill(self):
             killed_engines.append(self)
 
     def record_exit(code):
-        if not exited.is_set():
-            exits.append((code, [json.loads(path.read_bytes()) for path in run.directory.suspects.iterdir()]))
-        exited.set()
+        if not has_exited.is_set():
+            exit_calls.append((code, [json.loads(path.read_bytes()) for path in run.directory.suspects.iterdir()]))
+        has_exited.set()
 
     monkeypatch.setattr(worker.os, "_exit", record_exit)
-    asyncio.run(run.call(run.worker(BlockingEngine(), engine_timeout_s=0.4), 0))
-    ((code, (note,)),) = exits
+    asyncio.run(run.process_unit(run.make_worker(BlockingEngine(), engine_timeout_s=0.4), 0))
+    ((code, (note,)),) = exit_calls
     assert (code, note["died"], 3 in note["rows"], bool(killed_engines)) == (1, True, True, True)
     (session,) = run.directory.sessions()
     assert session.ended
@@ -193,49 +194,49 @@ def test_blocked_event_loop_counts_as_a_crash(make_run, monkeypatch):
 
 def test_slow_engine_is_not_killed(make_run):
     run = make_run()
-    asyncio.run(run.call(run.worker(EngineWithSlots(row_s=0.5), engine_timeout_s=0.2), 0))
+    asyncio.run(run.process_unit(run.make_worker(EngineWithSlots(row_s=0.5), engine_timeout_s=0.2), 0))
     assert run.counts(0) == (8, 0)
 
 
 def test_duplicate_unit_is_committed_once(make_run):
     run = make_run()
-    actor = run.worker(EngineWithSlots(row_s=0.05))
+    actor = run.make_worker(EngineWithSlots(row_s=0.05))
 
-    async def both_actors():
-        return await asyncio.gather(run.call(actor, 0), run.call(actor, 0))
+    async def both_calls():
+        return await asyncio.gather(run.process_unit(actor, 0), run.process_unit(actor, 0))
 
-    receipts = [receipt.column("usage")[0].as_py() for (receipt,) in asyncio.run(both_actors())]
+    receipts = [receipt.column("usage")[0].as_py() for (receipt,) in asyncio.run(both_calls())]
     assert sorted(usage is None for usage in receipts) == [False, True]
     assert run.counts(0) == (8, 0)
     assert not list(run.directory.suspects.iterdir())
 
 
 def test_self_check_runs_once_before_the_first_row(make_run):
-    class CountingEngine(FakeEngine):
+    class RecordingEngine(FakeEngine):
         def __init__(self, *, is_wrong=False):
             super().__init__(FakeTraits(is_wrong=is_wrong))
             self.events, answer = [], self.checkable.answer
 
-            async def counted(*arguments, **options):
+            async def recorded(*arguments, **options):
                 self.events.append("check")
                 await asyncio.sleep(0.05)
                 return await answer(*arguments, **options)
 
-            self.checkable.answer = counted
+            self.checkable.answer = recorded
 
         async def generate(self, *request):
             self.events.append("row")
             return await super().generate(*request)
 
-    async def both(actor):
-        return await asyncio.gather(run.call(actor, 0), run.call(actor, 1), return_exceptions=True)
+    async def process_both_units(actor):
+        return await asyncio.gather(run.process_unit(actor, 0), run.process_unit(actor, 1), return_exceptions=True)
 
-    run, right, wrong = make_run(), CountingEngine(), CountingEngine(is_wrong=True)
-    refusals = asyncio.run(both(run.worker(wrong)))
+    run, right, wrong = make_run(), RecordingEngine(), RecordingEngine(is_wrong=True)
+    refusals = asyncio.run(process_both_units(run.make_worker(wrong)))
     assert [type(refusal) for refusal in refusals] == [EngineError, EngineError]
     assert "failed its self-check: token 1 of" in refusals[0].message
     assert not run.directory.committed()
-    asyncio.run(both(run.worker(right)))
+    asyncio.run(process_both_units(run.make_worker(right)))
     assert run.directory.committed() == {0, 1}
     # The self-check consists of a greedy and a sampled request, which run concurrently.
     assert (wrong.events, right.events[:3], right.events.count("check")) == (["check"] * 2, ["check"] * 2 + ["row"], 2)
@@ -259,11 +260,11 @@ def test_hanging_self_check_ends_the_run(make_run):
     run, engine = make_run(), HangingEngine()
     engine.checkable.answer = never
     with pytest.raises(EngineError, match=r"no sign of life in its self-check for 0\.2 s"):
-        asyncio.run(run.call(run.worker(engine, engine_timeout_s=0.2), 0))
+        asyncio.run(run.process_unit(run.make_worker(engine, engine_timeout_s=0.2), 0))
 
 
-@pytest.mark.parametrize(("is_lost", "ends_with"), [(True, ProcessEnded), (False, EngineError)])
-def test_lost_node_restarts_the_engine(make_run, monkeypatch, is_lost, ends_with):
+@pytest.mark.parametrize(("is_lost", "expected_error"), [(True, ProcessEnded), (False, EngineError)])
+def test_lost_node_ends_the_process_and_other_failures_the_run(make_run, monkeypatch, is_lost, expected_error):
     def start(spec, *, engine_index, num_engines_on_node, node_rank):
         assert node_rank == "rank"
         raise EngineError("vLLM did not start: its core ended")
@@ -271,15 +272,15 @@ def test_lost_node_restarts_the_engine(make_run, monkeypatch, is_lost, ends_with
     followers = SimpleNamespace(rank="rank", failure=EngineError("no memory on node 1"), is_lost=is_lost)
     monkeypatch.setattr(engine_start, "Followers", lambda run, session_id: followers)
     monkeypatch.setattr("pipelines.cluster.node.start_vllm", start)
-    lost_run = make_run()
-    engine_worker = lost_run.worker(FakeEngine())
+    started_run = make_run()
+    engine_worker = started_run.make_worker(FakeEngine())
     spec = EngineSpec(model="m", tensor_parallel_size=2, num_nodes=2)
-    vllm = lost_run.resolved.config.model_copy(update={"engine": "vllm"})
-    run = replace(lost_run.resolved, config=vllm, engine=replace(lost_run.resolved.engine, spec=spec))
-    with pytest.raises(ends_with) as ended:
+    vllm = started_run.resolved.config.model_copy(update={"engine": "vllm"})
+    run = replace(started_run.resolved, config=vllm, engine=replace(started_run.resolved.engine, spec=spec))
+    with pytest.raises(expected_error) as error:
         start_engine(run, engine_worker._session)
-    assert is_lost or ended.value is followers.failure
-    (session,) = lost_run.directory.sessions()
+    assert is_lost or error.value is followers.failure
+    (session,) = started_run.directory.sessions()
     assert session.ended == is_lost
 
 
@@ -289,20 +290,21 @@ class Lender:
     num_slots = 3
 
     def lend(self, meter):
-        class Billing(FakeEngine):
+        class BillingEngine(FakeEngine):
             async def generate(self, *request):
                 meter.bill(2.0)
                 return await super().generate(*request)
 
-        return Billing()
+        return BillingEngine()
 
 
 def test_lent_engine_is_billed_per_row(make_run):
     run = make_run()
-    engine_worker = run.worker(None, lender=Lender())
-    asyncio.run(run.call(engine_worker, 0))
+    engine_worker = run.make_worker(None, lender=Lender())
+    asyncio.run(run.process_unit(engine_worker, 0))
     engine_worker._close()
     (session,) = run.directory.sessions()
     assert is_lent(session.session_id)
+    # Eight rows of two seconds each.
     assert (session.load_s, session.busy_s, session.idle_s, session.self_check) == (0.0, 16.0, 0.0, "")
     assert (run.counts(0), run.directory.usage(0).busy_s) == ((8, 0), 16.0)

@@ -48,18 +48,18 @@ def test_metrics_port_in_use_is_refused(monkeypatch):
             pass
 
 
-@pytest.mark.parametrize(("configured", "result"), [(None, str(os.nice(0))), ("7", "7")])
-def test_workers_have_the_niceness_of_the_command(monkeypatch, configured, result):
+@pytest.mark.parametrize(("configured", "expected"), [(None, str(os.nice(0))), ("7", "7")])
+def test_workers_have_the_niceness_of_the_command(monkeypatch, configured, expected):
     import ray
 
     environment = {} if configured is None else {"RAY_worker_niceness": configured}
-    seen = {}
-    monkeypatch.setattr(ray, "init", lambda **_: seen.update(environment))
+    variables_at_start = {}
+    monkeypatch.setattr(ray, "init", lambda **_: variables_at_start.update(environment))
     monkeypatch.setattr(ray, "shutdown", lambda: None)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(cluster.os, "environ", environment)
     with ray_cluster():
-        assert seen["RAY_worker_niceness"] == result
+        assert variables_at_start["RAY_worker_niceness"] == expected
 
 
 def test_ray_variables_exist():
@@ -87,8 +87,8 @@ def test_defaults_of_ray_data_are_unchanged():
 
 
 @pytest.fixture
-def ray_handling_sigterm(monkeypatch):
-    """Imitate Ray 2.60, which installs a SIGTERM handler. Signals in the yielded list arrive during the start."""
+def signals_during_ray_start(monkeypatch):
+    """A list of signals that arrive while a fake of Ray starts. Like Ray 2.60, the fake installs a SIGTERM handler."""
     import ray
 
     signals = []
@@ -106,7 +106,7 @@ def ray_handling_sigterm(monkeypatch):
     signal.signal(signal.SIGTERM, before)
 
 
-def test_sigterm_handler_is_restored(ray_handling_sigterm):
+def test_sigterm_handler_is_restored(signals_during_ray_start):
     with signals_as_interrupts():
         handler = signal.getsignal(signal.SIGTERM)
         with ray_cluster(), pytest.raises(KeyboardInterrupt):
@@ -114,13 +114,13 @@ def test_sigterm_handler_is_restored(ray_handling_sigterm):
         assert signal.getsignal(signal.SIGTERM) is handler
 
 
-def test_sigterm_during_ray_start(ray_handling_sigterm):
-    ray_handling_sigterm.append(signal.SIGTERM)
+def test_sigterm_during_ray_start_is_an_interrupt(signals_during_ray_start):
+    signals_during_ray_start.append(signal.SIGTERM)
     with signals_as_interrupts(), pytest.raises(KeyboardInterrupt), ray_cluster():
         pytest.fail("the signal was ignored")
 
 
-def test_ray_handles_sigterm_by_default(ray_handling_sigterm):
+def test_rays_sigterm_handler_replaces_the_default_handler(signals_during_ray_start):
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with ray_cluster(), pytest.raises(SystemExit):
         signal.raise_signal(signal.SIGTERM)
@@ -143,32 +143,33 @@ def test_exit_code_after_abandoning_ray(monkeypatch, error, code):
     assert codes == [code]
 
 
-HEAD = {"CPU": 4.0}
-G7E = {"CPU": 8.0, "GPU": 1.0, "accelerator_type:RTX-PRO-6000": 1.0}
+HEAD_NODE = {"CPU": 4.0}
+GPU_NODE = {"CPU": 8.0, "GPU": 1.0, "accelerator_type:RTX-PRO-6000": 1.0}
 
 
 @pytest.fixture
 def growing_cluster(monkeypatch):
-    """A cluster whose autoscaler adds nodes on request; records requests and messages."""
-    calls, announced, node_snapshots = [], [], []
+    """A function that calls `require_capacity` with successive lists of nodes, and lists of requests and messages."""
+    requests, messages, node_snapshots = [], [], []
     monkeypatch.setattr(cluster, "_has_requested_nodes", False)
     monkeypatch.setattr(cluster.time, "sleep", lambda _: None)
     monkeypatch.setattr(
         cluster, "_nodes", lambda: node_snapshots.pop(0) if len(node_snapshots) > 1 else node_snapshots[0]
     )
-    monkeypatch.setattr("ray.autoscaler.sdk.request_resources", lambda *, bundles: calls.append(bundles))
+    monkeypatch.setattr("ray.autoscaler.sdk.request_resources", lambda *, bundles: requests.append(bundles))
 
     def require(*nodes, num_engines, wait_s=900.0, check=lambda: None):
         node_snapshots[:] = nodes
         engine = on_accelerators(1, accelerator_type="RTX-PRO-6000")
-        cluster.require_capacity(engine, num_engines, wait_s=wait_s, check=check, announce=announced.append)
+        cluster.require_capacity(engine, num_engines, wait_s=wait_s, check=check, announce=messages.append)
 
-    return require, calls, announced
+    return require, requests, messages
 
 
 def test_require_capacity_waits_for_autoscaler(growing_cluster):
     require, requests, messages = growing_cluster
-    require([HEAD], [HEAD, G7E], [HEAD, G7E, G7E], num_engines=2)
+    require([HEAD_NODE], [HEAD_NODE, GPU_NODE], [HEAD_NODE, GPU_NODE, GPU_NODE], num_engines=2)
+    # Two engines, requested at each poll.
     assert requests == [[{"CPU": 1.0, "GPU": 1.0, "accelerator_type:RTX-PRO-6000": 0.001}] * 2] * 2
     assert "each needs 1 RTX-PRO-6000 GPU(s) on one node, and 2 node(s) have room for 1" in messages[1]
 
@@ -182,18 +183,18 @@ def test_require_capacity_stops_waiting_when_check_raises(growing_cluster):
             raise error
 
     with pytest.raises(StoppedEarly, match="the deadline is near"):
-        require([HEAD], num_engines=1, check=check)
+        require([HEAD_NODE], num_engines=1, check=check)
     assert len(requests) == 1
     # `check` also runs once after the nodes arrive, because the deadline might have passed by then.
     with pytest.raises(StopIteration):
-        require([HEAD, G7E], num_engines=1, check=check)
+        require([HEAD_NODE, GPU_NODE], num_engines=1, check=check)
 
 
 def test_requested_nodes_are_released_once(growing_cluster):
     require, requests, _ = growing_cluster
     cluster.release_nodes()
     assert requests == []
-    require([HEAD], [HEAD, G7E], num_engines=1)
+    require([HEAD_NODE], [HEAD_NODE, GPU_NODE], num_engines=1)
     cluster.release_nodes()
     cluster.release_nodes()
     assert requests[1:] == [[]]
@@ -202,7 +203,7 @@ def test_requested_nodes_are_released_once(growing_cluster):
 def test_require_capacity_times_out(growing_cluster):
     require, _, _ = growing_cluster
     with pytest.raises(CapacityError, match=r"never schedule 2 engine(.|\n)*room for 1(.|\n)*--cluster-wait-s"):
-        require([HEAD, G7E], num_engines=2, wait_s=0.0)
+        require([HEAD_NODE, GPU_NODE], num_engines=2, wait_s=0.0)
 
 
 def test_ray_calls_do_not_join_a_cluster_on_this_machine():

@@ -20,11 +20,11 @@ class Source(io.BytesIO):
 
     def __init__(self, data=DATA):
         super().__init__(data)
-        self.num_read = 0
+        self.num_bytes_read = 0
 
     def read(self, size=-1):
         piece = super().read(size)
-        self.num_read += len(piece)
+        self.num_bytes_read += len(piece)
         return piece
 
 
@@ -41,7 +41,7 @@ class Client:
         return b"".join(message.get("body", b"") for message in self.messages)
 
     @property
-    def head(self):
+    def status_and_headers(self):
         return self.messages[0]["status"], dict(self.messages[0]["headers"])
 
     async def send(self, message):
@@ -59,7 +59,7 @@ class Client:
         return {"type": "http.request", "body": b"", "more_body": False}
 
 
-def file_of(data=DATA, owner="alice"):
+def make_file(data=DATA, owner="alice"):
     return StoredFile(
         id="file-1", owner=owner, filename="in.jsonl", purpose=INPUT, num_bytes=len(data), created_at=0.0, at=""
     )
@@ -73,7 +73,7 @@ def transfers():
 def serve(download):
     """Imitate Ray Serve, in which the application's `send` never waits for the client."""
 
-    async def serve(scope, receive, send):
+    async def app(scope, receive, send):
         queue = asyncio.Queue()
 
         async def ingress():
@@ -87,7 +87,7 @@ def serve(download):
             await send(message)
         await task
 
-    return serve
+    return app
 
 
 async def wait_until_idle():
@@ -97,24 +97,25 @@ async def wait_until_idle():
 
 async def test_unread_download_is_limited_to_the_window(transfers):
     source, client = Source(), Client(num_messages=2)
-    download = Download(file_of(), lambda: source, {}, transfers)
+    download = Download(make_file(), lambda: source, {}, transfers)
     task = asyncio.create_task(ProxyMiddleware(serve(download))(SCOPE, client.receive, client.send))
     await wait_until_idle()
-    assert len(client.body) < source.num_read <= len(client.body) + WINDOW_BYTES
-    with transfers.hold("alice", WINDOW_BYTES):  # only the window is reserved
+    assert len(client.body) < source.num_bytes_read <= len(client.body) + WINDOW_BYTES
+    with transfers.hold("alice", WINDOW_BYTES):  # the download reserves only a window, half of alice's limit
         pass
     client.has_left.set()
     await task
     assert source.closed
+    # Nothing is reserved any more.
     with transfers.hold("alice", 2 * WINDOW_BYTES):
         pass
 
 
 async def test_download_is_complete(transfers):
     client = Client()
-    await ProxyMiddleware(serve(Download(file_of(), Source, {}, transfers)))(SCOPE, client.receive, client.send)
+    await ProxyMiddleware(serve(Download(make_file(), Source, {}, transfers)))(SCOPE, client.receive, client.send)
     assert client.body == DATA
-    status, headers = client.head
+    status, headers = client.status_and_headers
     assert (status, headers[b"content-length"]) == (200, str(len(DATA)).encode())
 
 
@@ -123,7 +124,7 @@ async def test_concurrent_downloads_are_limited_per_key_and_in_total(transfers):
     owners = ["alice", "alice", "bob", "bob"]
     tasks = [
         asyncio.create_task(
-            ProxyMiddleware(serve(Download(file_of(owner=owner), Source, {}, transfers)))(
+            ProxyMiddleware(serve(Download(make_file(owner=owner), Source, {}, transfers)))(
                 SCOPE, client.receive, client.send
             )
         )
@@ -131,7 +132,7 @@ async def test_concurrent_downloads_are_limited_per_key_and_in_total(transfers):
     ]
     await wait_until_idle()
     for owner, status in (("alice", 429), ("carol", 503)):
-        small = Download(file_of(DATA[:10], owner), Source, {}, transfers)
+        small = Download(make_file(DATA[:10], owner), Source, {}, transfers)
         with pytest.raises(ApiError) as error:
             await small(SCOPE, Client().receive, Client().send)
         assert (error.value.status, error.value.retry_after_s > 0) == (status, True)
@@ -145,7 +146,7 @@ async def test_concurrent_downloads_are_limited_per_key_and_in_total(transfers):
 async def test_without_acks_the_whole_download_is_reserved(transfers):
     """On a node without `deploy/ray.env`, Serve buffers everything and the proxy sends no acknowledgements."""
     data, client = DATA[: 2 * WINDOW_BYTES], Client(num_messages=1)
-    download = Download(file_of(data), lambda: Source(data), {}, transfers)
+    download = Download(make_file(data), lambda: Source(data), {}, transfers)
     task = asyncio.create_task(serve(download)(SCOPE, client.receive, client.send))
     await wait_until_idle()
     with pytest.raises(ApiError, match="limit of concurrent uploads and downloads"):
@@ -156,13 +157,13 @@ async def test_without_acks_the_whole_download_is_reserved(transfers):
     with transfers.hold("alice", 2 * WINDOW_BYTES):
         pass
     with pytest.raises(ApiError) as error:
-        await Download(file_of(), Source, {}, transfers)(SCOPE, Client().receive, Client().send)
+        await Download(make_file(), Source, {}, transfers)(SCOPE, Client().receive, Client().send)
     assert (error.value.status, error.value.code) == (400, "range_needed")
     range_client = Client()
-    await serve(Download(file_of(), Source, {"range": "bytes=1048576-3145727"}, transfers))(
+    await serve(Download(make_file(), Source, {"range": f"bytes={MIB}-{3 * MIB - 1}"}, transfers))(
         SCOPE, range_client.receive, range_client.send
     )
-    assert range_client.head[0] == 206
+    assert range_client.status_and_headers[0] == 206
     assert range_client.body == DATA[MIB : 3 * MIB]
 
 
@@ -177,10 +178,10 @@ async def test_clients_cannot_forge_acks(transfers):
             return {"type": "http.request", "body": b'{"peagle.ack": 99999999}', "more_body": True}
 
     source, client = Source(), ForgingClient(num_messages=2)
-    download = Download(file_of(), lambda: source, {"peagle.ack": "99999999"}, transfers)
+    download = Download(make_file(), lambda: source, {"peagle.ack": "99999999"}, transfers)
     task = asyncio.create_task(ProxyMiddleware(serve(download))(SCOPE, client.receive, client.send))
     await wait_until_idle()
-    assert source.num_read <= len(client.body) + WINDOW_BYTES
+    assert source.num_bytes_read <= len(client.body) + WINDOW_BYTES
     client.has_left.set()
     await task
 
@@ -212,9 +213,9 @@ def test_range_outside_the_file_is_416(header):
 
 
 @pytest.mark.parametrize(("if_range", "status"), [('"file-1-100"', 206), ('"other"', 200)])
-def test_if_range_with_another_etag_returns_the_whole_file(transfers, if_range, status):
+def test_range_applies_only_if_the_if_range_header_has_the_files_etag(transfers, if_range, status):
     headers = {"range": "bytes=0-9", "if-range": if_range}
-    download = Download(file_of(DATA[:100]), Source, headers, transfers)
+    download = Download(make_file(DATA[:100]), Source, headers, transfers)
     assert download.status_code == status
     assert download.headers["etag"] == '"file-1-100"'
     assert download.headers.get("content-range") == ("bytes 0-9/100" if status == 206 else None)

@@ -23,13 +23,13 @@ PURPOSE = {"purpose": "batch"}
 
 @pytest.fixture
 def keys(tmp_path):
-    secrets = {
+    keys_and_records = {
         "alice": new_key("alice"),
         "poor": new_key("poor", budget_usd=0.1),
         "slow": new_key("slow", requests_per_min=1),
     }
-    write_keys(tmp_path / "keys.json", [record for _, record in secrets.values()])
-    return {name: key for name, (key, _) in secrets.items()}
+    write_keys(tmp_path / "keys.json", [record for _, record in keys_and_records.values()])
+    return {name: key for name, (key, _) in keys_and_records.items()}
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def send(routes, keys, tmp_path, settings):
     app = guarded_app()
     install_error_handlers(app)
     models = (ServedModel(name="m", max_model_len=1000),)
-    gate = GateSettings(
+    gate_settings = GateSettings(
         models=models,
         ledger=settings.ledger,
         key_file=tmp_path / "keys.json",
@@ -54,7 +54,7 @@ def send(routes, keys, tmp_path, settings):
         max_body_bytes=2000,
         refusals_per_s=math.inf,
     )
-    app.add_middleware(Gate, settings=gate, routes=tuple(ROUTES.values()))
+    app.add_middleware(Gate, settings=gate_settings, routes=tuple(ROUTES.values()))
     for name, route in ROUTES.items():
         route(app)(getattr(routes, name))
 
@@ -98,10 +98,10 @@ def test_upload_can_be_read_listed_and_deleted(send):
     assert (uploaded["bytes"], uploaded["filename"], uploaded["purpose"]) == (4000, "in.jsonl", "batch")
     assert uploaded["expires_at"] == uploaded["created_at"] + 3600
     path = f"/files/{uploaded['id']}"
-    first, content, listed, empty = send(
+    read, content, listed, empty = send(
         get(path), get(path + "/content"), get("/files"), get("/files?purpose=batch_output")
     )
-    assert first.json() == listed.json()["data"][0] == uploaded
+    assert read.json() == listed.json()["data"][0] == uploaded
     assert content.content == b"x" * 4000
     assert empty.json()["data"] == []
     deleted, missing = send(lambda client: client.delete(path), get(path))
@@ -157,7 +157,7 @@ def test_batch_can_be_listed_and_cancelled_once(send, routes):
 
 
 @pytest.mark.parametrize("presigns", [True, False])
-def test_files_on_s3_are_downloaded_from_s3(s3, settings, runner, keys, routes, send, presigns):
+def test_downloads_are_redirected_to_s3_if_urls_are_presigned(s3, settings, runner, keys, routes, send, presigns):
     routes.batches.close()
     routes.batches = Batches(
         replace(settings, folder="s3://bucket/batches", presigns=presigns), runner, spent_usd=lambda key: 0.0
@@ -191,7 +191,7 @@ def test_files_per_key_are_limited_including_outputs(send_with_small_quota, rout
     routes.batches.close()
     batch = store.add_batch(make_batch_request())
     output_id, _ = store.add_outputs(batch, ("export/openai-batch/output.jsonl", 5), 0, 1.0)
-    first, *_, last = send_with_small_quota(*[post_file()] * 4)
+    first, *_, last = send_with_small_quota(*[post_file()] * 4)  # the output counts, so the last is the fifth file
     assert error_of(last) == (413, "storage_quota_exceeded")
     file_id = first.json()["id"]
     # No quota is left for the output of the batch.
@@ -239,10 +239,10 @@ def test_concurrent_uploads_stay_within_the_quota(send_with_small_quota, upload,
             headers["content-length"] = form.headers["content-length"]
         return await client.post("/files", content=body(form), headers=headers)
 
-    async def concurrent(client):
+    async def post_concurrently(client):
         return await asyncio.gather(*[post(client) for _ in range(6)])
 
-    statuses = [answer.status_code for answer in send_with_small_quota(concurrent)]
+    statuses = [answer.status_code for answer in send_with_small_quota(post_concurrently)]
     assert statuses.count(200) <= 1
     assert set(statuses) <= {200, 413}
     assert sum(file.num_bytes for file in routes.batches.store.files("alice")) <= MIB
@@ -289,7 +289,7 @@ def test_form_fields_are_limited(send, fields):
     "request_",
     [get("/files?after=" + "x" * 3000), get("/files/" + "x" * 3000), post_file(fields={"purpose": "x" * 900})],
 )
-def test_errors_quote_at_most_a_short_part_of_the_request(send, request_):
+def test_errors_quote_only_a_short_part_of_the_request(send, request_):
     answer = send(request_)
     assert answer.status_code in (400, 404)
     assert len(answer.content) < 400
@@ -302,9 +302,9 @@ def test_idempotency_key_header_creates_one_batch(send):
         body = batch_body(file_id, **changes)
         return lambda client: client.post("/batches", json=body, headers={"idempotency-key": "x"})
 
-    first, again, other = send(create(), create(), create(metadata={"a": "b"}))
-    assert first.json() == again.json()
-    assert error_of(other) == (422, "idempotency_key_reused")
+    first, repeated, different = send(create(), create(), create(metadata={"a": "b"}))
+    assert first.json() == repeated.json()
+    assert error_of(different) == (422, "idempotency_key_reused")
     assert len(send(get("/batches")).json()["data"]) == 1
 
 

@@ -16,7 +16,7 @@ from tests.unit.pipelines.online.ledgers import make_request_usage
 
 @pytest.fixture
 def spent_usd():
-    return {"alice": 0.0}
+    return {"alice": 0.0}  # by account: the name of a key, a tag, or "*" for the endpoint
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def create_batch(store, make_batch_request):
 
 
 @pytest.fixture
-def running(scheduler, runner, create_batch):
+def running_batch(scheduler, runner, create_batch):
     """The id of a running batch, and the handle of its run."""
     batch_id = create_batch()
     scheduler.tick()
@@ -84,7 +84,7 @@ def test_clock_jump_does_not_affect_a_batch(tmp_path, runner, settings, make_bat
 
 
 def accept_all_inputs(scheduler, runner):
-    for _ in range(4):
+    for _ in range(4):  # the number of concurrent checks is limited
         scheduler.tick()
         for handle in runner.handles:
             if handle.kind == "check" and handle.answer is None:
@@ -110,8 +110,8 @@ def test_batch_is_validated_run_and_collected(scheduler, runner, store, create_b
     accept_input(scheduler, check)
     run = runner.handles[1]
     assert (run.kind, run.arguments[0].model, run.arguments[0].budget_usd) == ("run", "m", None)
-    assert api_object(store, batch_id)["in_progress_at"] == 101
-    run.current = (2, 0, 0.1)
+    assert api_object(store, batch_id)["in_progress_at"] == 101  # the clock started at 100
+    run.current = (2, 0, 0.1)  # completed and failed requests, US dollars
     scheduler.tick()
     assert api_object(store, batch_id)["request_counts"] == {"total": 3, "completed": 2, "failed": 0}
     run.current = (2, 1, 0.1)
@@ -149,8 +149,8 @@ def test_number_of_concurrent_runs_and_validations_is_limited(make_scheduler, ru
     assert sorted(handle.kind for handle in runner.handles) == ["check"] * 5 + ["run"] * 2
 
 
-def test_cancelled_run_keeps_its_results(scheduler, store, running, make_result):
-    batch_id, run = running
+def test_cancelled_run_keeps_its_results(scheduler, store, running_batch, make_result):
+    batch_id, run = running_batch
     store.cancel(store.batch(batch_id, "alice"))
     assert api_object(store, batch_id)["status"] == "cancelling"
     scheduler.tick()
@@ -171,24 +171,24 @@ def test_batch_cancelled_before_validation_ends_immediately(scheduler, runner, s
     assert not runner.handles
 
 
-def test_waiting_batch_expires(scheduler, runner, store, running, create_batch, make_result, clock):
+def test_waiting_batch_expires(scheduler, runner, store, running_batch, create_batch, make_result, clock):
     waiting = create_batch()
     scheduler.tick()
     accept_input(scheduler, runner.handles[-1])
     clock.now += 24 * 3600
     scheduler.tick()
-    assert running[1].reason == "batch_expired"
+    assert running_batch[1].reason == "batch_expired"
     collect = runner.handles[-1]
-    assert (collect.kind, collect.arguments[1]) == ("collect", "batch_expired")
+    assert (collect.kind, collect.arguments[1]) == ("collect", "batch_expired")  # the second argument is the reason
     finish(scheduler, collect, make_result(waiting, "batch_expired", num_completed=0, num_failed=3))
     assert api_object(store, waiting)["status"] == "expired"
     assert api_object(store, waiting)["output_file_id"] is None
 
 
 def test_next_scheduler_continues_unfinished_batches(
-    scheduler, make_scheduler, runner, store, running, make_result, monkeypatch, tmp_path
+    scheduler, make_scheduler, runner, store, running_batch, make_result, monkeypatch, tmp_path
 ):
-    batch_id, run = running
+    batch_id, run = running_batch
     run.answer = make_result(batch_id)
     with monkeypatch.context() as crash:  # after all files were stored, but before the final status
         crash.setattr(store, "save", fail_to_write)
@@ -204,15 +204,15 @@ def test_next_scheduler_continues_unfinished_batches(
     assert len(store.files("alice")) == 1
 
 
-def test_abandon_kills_work_without_changing_progress(scheduler, store, running):
-    batch_id, run = running
+def test_abandon_kills_work_without_changing_progress(scheduler, store, running_batch):
+    batch_id, run = running_batch
     scheduler.abandon()
     assert run.is_killed
     assert api_object(store, batch_id)["status"] == "in_progress"
 
 
-def test_batch_fails_with_its_results_after_three_failed_runs(scheduler, runner, store, running, clock, make_result):
-    batch_id, run = running
+def test_batch_fails_with_results_after_three_failed_runs(scheduler, runner, store, running_batch, clock, make_result):
+    batch_id, run = running_batch
     for wait_s in (10, 20):
         finish(scheduler, run, EngineError("the engine died in /secret/place"))
         scheduler.tick()
@@ -232,8 +232,8 @@ def test_batch_fails_with_its_results_after_three_failed_runs(scheduler, runner,
     assert batch["errors"]["data"][0]["code"] == "internal_error"
 
 
-def test_full_disk_delays_the_end_of_a_batch(scheduler, store, running, make_result, monkeypatch):
-    batch_id, run = running
+def test_full_disk_delays_the_end_of_a_batch(scheduler, store, running_batch, make_result, monkeypatch):
+    batch_id, run = running_batch
     run.answer = make_result(batch_id)
     with monkeypatch.context() as full_disk:
         full_disk.setattr(store, "save", fail_to_write)
@@ -246,11 +246,13 @@ def test_full_disk_delays_the_end_of_a_batch(scheduler, store, running, make_res
 
 @pytest.mark.parametrize("name", ["unfinished", "sweep"])
 @pytest.mark.parametrize("error", [OSError("no answer"), StorageError("no answer")])
-def test_unavailable_store_does_not_stop_a_run(scheduler, store, running, make_result, monkeypatch, clock, name, error):
+def test_unavailable_store_does_not_stop_a_run(
+    scheduler, store, running_batch, make_result, monkeypatch, clock, name, error
+):
     def unavailable():
         raise error
 
-    batch_id, run = running
+    batch_id, run = running_batch
     clock.now += 3600  # after an hour, expired files are also checked
     with monkeypatch.context() as outage:
         outage.setattr(store, name, unavailable)
@@ -259,8 +261,8 @@ def test_unavailable_store_does_not_stop_a_run(scheduler, store, running, make_r
     assert api_object(store, batch_id)["status"] == "completed"
 
 
-def test_progress_resets_the_retry_count(scheduler, runner, running, clock):
-    run = running[1]
+def test_progress_resets_the_retry_count(scheduler, runner, running_batch, clock):
+    run = running_batch[1]
     for number in range(5):
         run.current = (0, number + 1, 0.1)
         scheduler.tick()
@@ -272,7 +274,7 @@ def test_progress_resets_the_retry_count(scheduler, runner, running, clock):
 
 
 @pytest.fixture
-def failed_collections(scheduler, runner, create_batch, make_key, clock):
+def uncollected_id(scheduler, runner, create_batch, make_key, clock):
     """The id of a batch with a reservation. Its run failed, and then nine attempts to collect its results failed."""
     batch_id = create_batch(key=make_key(budget_usd=2))
     accept_all_inputs(scheduler, runner)
@@ -280,7 +282,7 @@ def failed_collections(scheduler, runner, create_batch, make_key, clock):
     for number in range(1, 10):
         collect = runner.handles[-1]
         finish(scheduler, collect, StorageError("no answer"))
-        clock.now += 10 * number - 1
+        clock.now += 10 * number - 1  # each wait is 10 s longer
         scheduler.tick()
         assert runner.handles[-1] is collect
         clock.now += 1
@@ -289,34 +291,36 @@ def failed_collections(scheduler, runner, create_batch, make_key, clock):
     return batch_id
 
 
-def test_collection_is_retried(scheduler, runner, store, settings, failed_collections, make_result):
+def test_collection_is_retried(scheduler, runner, store, settings, uncollected_id, make_result):
     budgets, collect = totals_of(settings.ledger).budgets, runner.handles[-1]
     assert (collect.kind, collect.arguments[1]) == ("collect", "batch_failed")
-    assert (api_object(store, failed_collections)["status"], budgets.reserved_by_batches("alice")) == ("in_progress", 2)
-    finish(scheduler, collect, make_result(failed_collections, "batch_failed", num_completed=1, num_failed=2))
-    batch = api_object(store, failed_collections)
+    assert (api_object(store, uncollected_id)["status"], budgets.reserved_by_batches("alice")) == ("in_progress", 2)
+    finish(scheduler, collect, make_result(uncollected_id, "batch_failed", num_completed=1, num_failed=2))
+    batch = api_object(store, uncollected_id)
     assert (batch["status"], batch["errors"]["data"][0]["code"]) == ("failed", "internal_error")
     assert batch["output_file_id"]
     assert (budgets.reserved_by_batches("alice"), budgets.spent_usd("alice")) == (0, 0.5)
 
 
 def test_batch_that_cannot_be_collected_releases_its_budget(
-    scheduler, runner, store, settings, failed_collections, make_result, monkeypatch
+    scheduler, runner, store, settings, uncollected_id, make_result, monkeypatch
 ):
     budgets = totals_of(settings.ledger).budgets
     runner.handles[-1].answer = StorageError("no answer")
     with monkeypatch.context() as full_disk:
         full_disk.setattr(store, "save", fail_to_write)
         scheduler.tick()
-    assert (api_object(store, failed_collections)["status"], budgets.reserved_by_batches("alice")) == ("in_progress", 2)
+    assert (api_object(store, uncollected_id)["status"], budgets.reserved_by_batches("alice")) == ("in_progress", 2)
     scheduler.tick()
     finish(scheduler, runner.handles[-1], StorageError("no answer"))
-    assert (api_object(store, failed_collections)["status"], budgets.reserved_by_batches("alice")) == ("failed", 0)
-    assert api_object(store, failed_collections)["output_file_id"] is None
+    assert (api_object(store, uncollected_id)["status"], budgets.reserved_by_batches("alice")) == ("failed", 0)
+    assert api_object(store, uncollected_id)["output_file_id"] is None
 
 
-def test_batch_waiting_for_collection_starts_no_engines(scheduler, runner, store, running, create_batch, make_result):
-    batch_id, run = running
+def test_batch_waiting_for_collection_starts_no_engines(
+    scheduler, runner, store, running_batch, create_batch, make_result
+):
+    batch_id, run = running_batch
     for _ in range(2):
         create_batch()
     scheduler.tick()
@@ -332,15 +336,15 @@ def test_batch_waiting_for_collection_starts_no_engines(scheduler, runner, store
     assert api_object(store, batch_id)["errors"]["data"][0]["code"] == "internal_error"
 
 
-def test_tick_after_abandon_continues_from_the_store(scheduler, runner, running):
-    finish(scheduler, running[1], ConfigError("another model"))
+def test_tick_after_abandon_continues_from_the_store(scheduler, runner, running_batch):
+    finish(scheduler, running_batch[1], ConfigError("another model"))
     assert runner.handles[-1].kind == "collect"
     scheduler.abandon()
     scheduler.tick()
     assert runner.handles[-1].kind == "run"
 
 
-def test_run_in_use_is_retried_later(scheduler, runner, running, clock):
+def test_run_in_use_is_retried_later(scheduler, runner, running_batch, clock):
     for _ in range(5):
         finish(scheduler, runner.handles[-1], RunInUse("another process drives the run"))
         clock.now += 10
@@ -402,7 +406,7 @@ def test_batch_reserves_its_estimate(scheduler, runner, settings, create_batch, 
     budgets = totals_of(settings.ledger).budgets
     assert run.arguments[0].budget_usd == pytest.approx(estimated)
     assert budgets.reserved_by_batches("alice") == pytest.approx(estimated)
-    assert budgets.reserve_request("1", "alice", 10, 4.0) is None
+    assert budgets.reserve_request("1", "alice", 10, 4.0) is None  # accepted; 10 - 2.36 - 4 = 3.64 dollars are left
     assert budgets.reserve_request("2", "alice", 10, 3.7) == "reserved by requests"
     assert budgets.reserve_request("2", "alice", 10, 3.6) is None
 
@@ -416,15 +420,17 @@ def test_reservation_grows_with_the_cost(scheduler, runner, settings, create_bat
     assert run.allowed == [], "the estimate covers twice the cost"
     run.current = (1, 0, 2.0)
     scheduler.tick()
-    assert run.allowed == pytest.approx([2 * 2.0 + 2 * 0.67])
+    assert run.allowed == pytest.approx([2 * 2.0 + 2 * 0.67])  # twice the cost, plus loading and stopping two engines
     budgets.reserve_request("1", "alice", 10, 3.0)
     run.current = (2, 0, 6.0)
     scheduler.tick()
-    assert run.allowed[-1] == budgets.reserved_by_batch(batch_id, "alice") == 7.0
+    assert run.allowed[-1] == budgets.reserved_by_batch(batch_id, "alice") == 10 - 3.0
 
 
 @pytest.mark.usefixtures("priced_model")
-def test_cost_of_lent_engines_is_not_reserved(make_scheduler, runner, settings, create_batch, make_key, spent_usd):
+def test_reservation_excludes_earlier_costs_of_lent_engines(
+    make_scheduler, runner, settings, create_batch, make_key, spent_usd
+):
     settings.models["m"] = replace(
         settings.models["m"], config={**settings.models["m"].config, "engines": "1"}, lent_slots=8
     )
@@ -433,7 +439,7 @@ def test_cost_of_lent_engines_is_not_reserved(make_scheduler, runner, settings, 
     estimated = 0.02 + 1.0 + 0.37  # as in test_batch_reserves_its_estimate, but without loading
     assert run.arguments[0].budget_usd == pytest.approx(estimated)
     budgets = totals_of(settings.ledger).budgets
-    for cost_usd, reserved_usd in ((0.5, estimated - 0.5), (0.8, 0.8 + 0.37), (6.0, 4.0)):
+    for cost_usd, reserved_usd in ((0.5, estimated - 0.5), (0.8, 0.8 + 0.37), (6.0, 10 - 6.0)):
         run.current = (run.current[0] + 1, 0, cost_usd)
         spent_usd["alice"] = cost_usd
         scheduler.tick()
@@ -592,7 +598,7 @@ def test_batch_of_a_revoked_key_is_cancelled(
     running, waiting = create_batch(), create_batch()
     accept_all_inputs(scheduler_with_keys, runner)
     run = runner.handles[-1]
-    new = create_batch()
+    unvalidated = create_batch()
     current_keys.clear()
     scheduler_with_keys.tick()
     assert run.reason == "key_revoked"
@@ -601,8 +607,8 @@ def test_batch_of_a_revoked_key_is_cancelled(
     for handle, batch_id in ((run, running), (collect, waiting)):
         handle.answer = make_result(batch_id, "key_revoked", num_completed=1, num_failed=2)
     scheduler_with_keys.tick()
-    assert [api_object(store, batch_id)["status"] for batch_id in (running, waiting, new)] == ["cancelled"] * 3
-    for batch_id in (running, waiting, new):
+    assert [api_object(store, batch_id)["status"] for batch_id in (running, waiting, unvalidated)] == ["cancelled"] * 3
+    for batch_id in (running, waiting, unvalidated):
         (error,) = api_object(store, batch_id)["errors"]["data"]
         assert (error["code"], "was revoked" in error["message"]) == ("key_revoked", True)
 
@@ -630,8 +636,8 @@ def test_batch_uses_the_current_limits_of_its_key(scheduler_with_keys, runner, c
     assert run.arguments[0].budget_usd == 5
 
 
-def test_batch_of_a_removed_model_fails(make_scheduler, store, runner, running, make_result):
-    batch_id, _ = running
+def test_batch_of_a_removed_model_fails(make_scheduler, store, runner, running_batch, make_result):
+    batch_id, _ = running_batch
     scheduler = make_scheduler(models={})
     scheduler.tick()
     finish(scheduler, runner.handles[-1], make_result(batch_id, "batch_failed", num_completed=0, num_failed=3))
@@ -639,12 +645,12 @@ def test_batch_of_a_removed_model_fails(make_scheduler, store, runner, running, 
 
 
 def test_expired_files_are_deleted_unless_a_batch_uses_them(scheduler, store, upload, create_batch, clock):
-    used, expired = upload(store, expires_at=200.0), upload(store, expires_at=200.0)
+    used, unused = upload(store, expires_at=200.0), upload(store, expires_at=200.0)
     create_batch(input_file_id=used.id)
     clock.now += 3600
     scheduler.tick()
     assert store.contents_path(used).exists()
-    assert not store.contents_path(expired).exists()
+    assert not store.contents_path(unused).exists()
     assert store.files("alice") == []
 
 

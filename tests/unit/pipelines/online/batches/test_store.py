@@ -51,7 +51,7 @@ def test_batch_is_the_same_in_every_process(disk_or_s3_store, make_batch_request
     assert other.batch(request.id, "alice").progress == progress  # even if it was read before
     batch = disk_or_s3_store.cancel(disk_or_s3_store.batch(request.id, "alice"))
     clock.now += 5
-    assert other.cancel(batch).cancelling_at == batch.cancelling_at == 100
+    assert other.cancel(batch).cancelling_at == batch.cancelling_at == 100  # when it was first cancelled
     assert [item.id for item in other.unfinished()] == [request.id]
     disk_or_s3_store.save(request.id, replace(progress, status="cancelled"))
     assert other.unfinished() == []
@@ -75,7 +75,7 @@ def test_stopped_scheduler_cannot_overwrite_the_final_status(disk_or_s3_store, m
 def test_concurrent_read_does_not_replace_newer_progress(store, make_batch_request, monkeypatch):
     batch_id = store.add_batch(make_batch_request()).id
 
-    def read(path):
+    def read(path):  # finds nothing
         if path.parent.name == "progress":
             store.save(batch_id, BatchProgress(status="completed"))
 
@@ -106,13 +106,13 @@ def test_expired_file_is_hidden(store, upload, clock):
 
 
 def test_interrupted_upload_leaves_nothing(store):
-    def broken():
+    def upload_half():
         with store.writer(new_id(FILE_PREFIX)) as (_, target):
             target.write(b"half")
             raise ConnectionError
 
     with pytest.raises(ConnectionError):
-        broken()
+        upload_half()
     assert not list((store.root / "files").iterdir())
 
 
@@ -122,8 +122,8 @@ def test_unusable_folder_is_refused(tmp_path):
         BatchStore(tmp_path / "file").prepare()
 
 
-def run_with_copies(store, batch):
-    """Create a run directory. Some of its files have copies of prompts and answers."""
+def create_run_directory(store, batch):
+    """Create a run directory with all kinds of files that can have copies of prompts and answers, and two others."""
     run = store.run_path(batch.id)
     names = [
         "data/unit-00000000.parquet", "data/.unit-00000001.parquet.0123.tmp", "failed/unit-00000000.0123.jsonl",
@@ -140,38 +140,38 @@ def run_with_copies(store, batch):
     return run
 
 
-def names_in(folder, *subfolders):
+def paths_in(folder, *subfolders):
     result = set()
     for path in folder.iterdir():
         if path.name in ("data", "failed", "suspects", "export", "ledger", *subfolders):
-            result |= {f"{path.name}/{name}" for name in names_in(path, "jsonl", "parquet", "openai-batch")}
+            result |= {f"{path.name}/{name}" for name in paths_in(path, "jsonl", "parquet", "openai-batch")}
         else:
             result.add(path.name)
     return result
 
 
-def test_deleting_an_input_deletes_its_prompts(disk_or_s3_store, upload, make_batch_request):
+def test_deleting_an_input_deletes_its_prompts_from_the_run_directory(disk_or_s3_store, upload, make_batch_request):
     deleted, other = upload(disk_or_s3_store), upload(disk_or_s3_store)
     run_of_deleted, run_of_other = (
-        run_with_copies(disk_or_s3_store, disk_or_s3_store.add_batch(make_batch_request(file.id)))
+        create_run_directory(disk_or_s3_store, disk_or_s3_store.add_batch(make_batch_request(file.id)))
         for file in (deleted, other)
     )
-    before = names_in(run_of_other)
+    before = paths_in(run_of_other)
     disk_or_s3_store.remove_file(deleted)
-    assert names_in(run_of_deleted) == {
+    assert paths_in(run_of_deleted) == {
         "run.json", "ledger/session-s.parquet", "export/openai-batch/output.jsonl", "export/openai-batch/errors.jsonl",
     }  # fmt: skip
-    assert names_in(run_of_other) == before
+    assert paths_in(run_of_other) == before
 
 
 @pytest.mark.parametrize("kind", ["output", "errors"])
 def test_deleting_an_output_deletes_every_copy(disk_or_s3_store, make_batch_request, kind):
     batch = disk_or_s3_store.add_batch(make_batch_request())
-    run = run_with_copies(disk_or_s3_store, batch)
+    run = create_run_directory(disk_or_s3_store, batch)
     file_ids = disk_or_s3_store.add_outputs(batch, ("export/openai-batch/output.jsonl", 5), 5, 1.0)
     ids = dict(zip(("output", "errors"), file_ids, strict=True))
     disk_or_s3_store.remove_file(disk_or_s3_store.file(ids[kind], "alice"))
-    result = names_in(run)
+    result = paths_in(run)
     if kind == "output":
         assert not {name for name in result if name.startswith("data/") or "output" in name}
         assert {"failed/unit-00000000.0123.jsonl", "export/openai-batch/errors.jsonl"} <= result
@@ -230,8 +230,12 @@ def test_upload_without_record_is_deleted_after_a_day(disk_or_s3_store, upload, 
 
 def test_interrupted_deletion_can_be_repeated(disk_or_s3_store, upload, make_batch_request, monkeypatch):
     file = upload(disk_or_s3_store)
-    run = run_with_copies(disk_or_s3_store, disk_or_s3_store.add_batch(make_batch_request(file.id)))
-    monkeypatch.setattr(disk_or_s3_store, "_delete", lambda file: exec("raise KeyboardInterrupt"))
+    run = create_run_directory(disk_or_s3_store, disk_or_s3_store.add_batch(make_batch_request(file.id)))
+
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(disk_or_s3_store, "_delete", interrupt)
     with pytest.raises(KeyboardInterrupt):
         disk_or_s3_store.remove_file(file)
     monkeypatch.undo()
@@ -244,7 +248,7 @@ def test_interrupted_deletion_can_be_repeated(disk_or_s3_store, upload, make_bat
 # --- the clock
 
 YEAR_S = 365 * 24 * 3600.0
-START = 1.8e9
+START = 1.8e9  # a Unix time
 
 
 @pytest.fixture

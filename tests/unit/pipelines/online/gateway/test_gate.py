@@ -47,8 +47,8 @@ EVENTS = [
 class FakeEngineApp:
     """An application that answers like a replica, and records the request."""
 
-    def __init__(self, *, error=None, breaks_off=False):
-        self.error, self.breaks_off = error, breaks_off
+    def __init__(self, *, error=None, fails_late=False):
+        self.error, self.fails_late = error, fails_late
         self.forwarded, self.headers, self.context, self.gate_pass, self.scope = None, {}, None, None, {}
 
     async def __call__(self, scope, receive, send):
@@ -56,7 +56,8 @@ class FakeEngineApp:
             raise self.error
         self.scope = scope
         self.headers = {name.decode(): value.decode() for name, value in scope["headers"]}
-        self.context, self.gate_pass = Context.of(self.headers), (gate_pass := scope[PASS])
+        self.context = Context.of(self.headers)
+        self.gate_pass = gate_pass = scope[PASS]  # the gate adds it to requests that it accepts
         self.forwarded = gate_pass.body.values if gate_pass.body else {}
         if scope["method"] == "POST" and not gate_pass.body:
             await receive()
@@ -70,7 +71,7 @@ class FakeEngineApp:
             await send({"type": "http.response.body", "body": body})
             return
         await send({"type": "http.response.body", "body": encode_event(EVENTS[0]), "more_body": True})
-        if self.breaks_off:
+        if self.fails_late:
             raise RuntimeError("secret detail")
         gate_pass.record_usage(REPORTED)
         await send(
@@ -85,7 +86,7 @@ def encode_event(event):
 
 @pytest.fixture
 def keys(tmp_path):
-    key_records = {}
+    secret_keys = {}
     records = []
     for name, limits in {
         "alice": {},
@@ -95,10 +96,10 @@ def keys(tmp_path):
         "tagged": {"tags": {"team": "search"}, "request_tags": ["project", "team"]},
         "boss": {"is_operator": True},
     }.items():
-        key_records[name], record = new_key(name, **limits)
+        secret_keys[name], record = new_key(name, **limits)
         records.append(record)
     write_keys(tmp_path / "keys.json", records)
-    return key_records
+    return secret_keys
 
 
 @pytest.fixture
@@ -184,13 +185,13 @@ def error_of(response):
 def test_only_keys_that_crash_engines_are_limited(call_gate, keys, settings):
     crashes = EngineCrashes()
     account = KeyRing(settings["key_file"], ()).find(keys["alice"]).account
-    for number in range(2):
+    for number in range(2):  # two crashes, each attributed to a request of alice
         crashes._attribute(crashes.start(request_id=f"r{number}", key="alice", account=account, model="a"))
     refused, read, other = call_gate(
         post(keys["alice"]), get("/v1/models", keys["alice"]), post(keys["boss"]), crashes=crashes
     )
     assert error_of(refused) == (429, "engine_crashes")
-    assert 299 <= int(refused.headers["retry-after"]) <= 300
+    assert 299 <= int(refused.headers["retry-after"]) <= 300  # the limit lasts 300 s
     assert (read.status_code, other.status_code) == (200, 200)
 
 
@@ -206,8 +207,8 @@ def test_answer_headers_contain_the_cost(call_gate, keys):
 
 
 def test_large_answer_is_neither_buffered_nor_parsed(settings, keys):
-    """The answer has 40 MiB and is not JSON. The gate must buffer only a small part."""
-    piece, num_pieces, received = b"x" * 2**20, 40, []
+    """The answer is 40 MiB long and is not JSON. The gate must buffer only a small part."""
+    piece, num_pieces, buffered_bytes = b"x" * 2**20, 40, []
 
     async def large(scope, receive, send):
         scope[PASS].record_usage(REPORTED)
@@ -215,7 +216,7 @@ def test_large_answer_is_neither_buffered_nor_parsed(settings, keys):
         before = tracemalloc.get_traced_memory()[0]
         for _ in range(num_pieces):
             await send({"type": "http.response.body", "body": bytes(piece), "more_body": True})
-        received.append(tracemalloc.get_traced_memory()[0] - before)
+        buffered_bytes.append(tracemalloc.get_traced_memory()[0] - before)
         await send({"type": "http.response.body", "body": b""})
 
     gate, body = Gate(large, GateSettings(**settings), ROUTES), b'{"model": "a", "messages": []}'
@@ -225,7 +226,7 @@ def test_large_answer_is_neither_buffered_nor_parsed(settings, keys):
     finally:
         tracemalloc.stop()
     assert dict(start["headers"])[b"x-peagle-usd"] == b"0.25"
-    assert received[0] < 5 * 2**20
+    assert buffered_bytes[0] < 5 * 2**20
 
 
 @pytest.mark.parametrize("headers", [{}, {"authorization": "Basic x"}, {"authorization": "Bearer "}])
@@ -242,7 +243,7 @@ def test_invalid_key_is_401_and_health_needs_none(call_gate):
     assert health.status_code == 200
 
 
-def test_page_is_public_with_keys_and_only_local_without(call_gate):
+def test_page_is_public_with_keys_and_only_local_without_keys(call_gate):
     for path in ("/", "/page/app.js"):
         assert call_gate(get(path))[0].status_code == 200
         without_keys = {"requires_key": False, "key_file": None}
@@ -262,8 +263,8 @@ def test_without_keys_other_machines_are_refused(call_gate):
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1:8000", "[::1]:8000"])
 def test_without_keys_other_sites_are_refused(call_gate, host):
     def status_or_error(request, host=host, **headers):
-        arguments, parts = request
-        (answer,) = call_gate((arguments, {**parts, "headers": headers}), host=host, requires_key=False, key_file=None)
+        arguments, kwargs = request
+        (answer,) = call_gate((arguments, {**kwargs, "headers": headers}), host=host, requires_key=False, key_file=None)
         return 200 if answer.status_code == 200 else error_of(answer)
 
     for request in (get("/"), get("/v1/cost"), post()):
@@ -275,9 +276,8 @@ def test_without_keys_other_sites_are_refused(call_gate, host):
 
 
 def test_with_keys_any_host_name_is_allowed(call_gate, keys):
-    assert call_gate(post(keys["alice"], headers={"origin": "https://app.example"}), host="peagle.example")[
-        0
-    ].is_success
+    (answer,) = call_gate(post(keys["alice"], headers={"origin": "https://app.example"}), host="peagle.example")
+    assert answer.is_success
 
 
 BEHIND_SAGEMAKER = {"is_behind_sagemaker": True, "requires_key": False, "key_file": None, "client": ("169.254.1.1", 1)}
@@ -306,9 +306,8 @@ def test_invocations_route_reads_the_key_from_the_attributes(call_gate, keys):
         headers = {"x-amzn-sagemaker-custom-attributes": attributes}
         return ("POST", "/invocations"), {"headers": headers, "content": json.dumps({"model": "a", **fields})}
 
-    # With the key file of the fixture.
     with_keys = BEHIND_SAGEMAKER | {"requires_key": True}
-    del with_keys["key_file"]
+    del with_keys["key_file"]  # then it is that of the fixture `settings`
     answers = call_gate(
         invocation("", messages=[]),
         invocation(f"key={keys['slow']}", messages=[]),
@@ -382,13 +381,14 @@ def test_without_keys_every_tag_is_allowed(call_gate, engine):
 
 
 def test_clients_cannot_set_internal_headers(call_gate, keys, engine):
+    # `first_asked_at` is set if the request was in an engine that crashed.
     forged = Context(request_id="x", key="boss", account="boss", num_choices=0, cap_tokens=9, first_asked_at=1.0)
     client_headers = {**forged.headers(), "X-Vllm-Priority": "9", "a": "b", "x_session_id": "s", "x-peagle-key": "boss"}
-    for request_of in (
+    for request in (
         post(keys["alice"], headers=client_headers, n=2),
         post(keys["alice"], headers=client_headers, n=2, stream=True),
     ):
-        (answer,) = call_gate(request_of)
+        (answer,) = call_gate(request)
         context = engine.context
         assert (context.key, context.num_choices, context.cap_tokens) == ("alice", 2, None)
         assert context.account.startswith("alice 1")  # an account is the key's name and creation time
@@ -398,8 +398,8 @@ def test_clients_cannot_set_internal_headers(call_gate, keys, engine):
         assert engine.headers["a"] == "b"
         assert {name for name in engine.headers if name.startswith("x")} == {"x-peagle-context", "x-request-id"}
         assert "authorization" not in engine.headers
-    arguments, parts = get("/v1/cost", keys["alice"])
-    (answer,) = call_gate((arguments, {"headers": {**client_headers, **parts["headers"]}}))
+    arguments, kwargs = get("/v1/cost", keys["alice"])
+    (answer,) = call_gate((arguments, {"headers": {**client_headers, **kwargs["headers"]}}))
     assert (engine.context, engine.gate_pass.key.name, engine.gate_pass.key.is_operator) == (None, "alice", False)
     assert engine.headers["x-request-id"] == answer.headers["x-peagle-request-id"]
     call_gate(get("/v1/cost", keys["boss"]))
@@ -473,7 +473,7 @@ def test_error_names_the_missing_parser(call_gate, keys):
     error = refused.json()["error"]
     assert error["param"] == "tool_choice"
     assert "tool_call_parser" in error["message"]
-    assert "--" not in error["message"]
+    assert "--" not in error["message"]  # clients cannot change command-line options
     assert [answer.status_code for answer in accepted] == [200, 200, 200]
 
 
@@ -508,9 +508,9 @@ def test_head_is_get_without_a_body(call_gate, keys):
     assert (wrong_method.status_code, wrong_method.headers["allow"]) == (405, "GET, HEAD")
 
 
-def salt_of(call_gate, request_of, **settings):
+def salt_of(call_gate, request, **settings):
     engine = FakeEngineApp()
-    assert call_gate(request_of, app=engine, **settings)[0].status_code == 200
+    assert call_gate(request, app=engine, **settings)[0].status_code == 200
     return engine.forwarded.get("cache_salt")
 
 
@@ -524,6 +524,7 @@ def test_prefix_cache_is_separate_per_key(call_gate, keys):
         forged = post(keys["alice"], path=path, cache_salt=boss)
         assert salt_of(call_gate, forged, **secret) == alice
     assert salt_of(call_gate, post(keys["alice"]), cache_secret=b"t" * 32) != alice
+    # The secret is not logged.
     assert b"ssss" not in repr(GateSettings(models=(), ledger=None, **secret)).encode()
 
 
@@ -557,9 +558,9 @@ def test_fields_without_effect_are_dropped(call_gate, keys, engine):
     assert call_gate(post(keys["alice"], path="/v1/completions", **without_effect))[0].status_code == 200
     assert not without_effect.keys() & engine.forwarded.keys()
     assert call_gate(post(keys["alice"], unknown_field=None))[0].status_code == 200
-    ignored = {"tool_choice": "none", "parallel_tool_calls": False, "top_k": -1, "stream": False}
-    assert call_gate(post(keys["alice"], **ignored, tools=[], functions=[], metadata=None))[0].status_code == 200
-    assert ignored.items() <= engine.forwarded.items()
+    forwarded = {"tool_choice": "none", "parallel_tool_calls": False, "top_k": -1, "stream": False}
+    assert call_gate(post(keys["alice"], **forwarded, tools=[], functions=[], metadata=None))[0].status_code == 200
+    assert forwarded.items() <= engine.forwarded.items()
     assert not {"tools", "functions", "metadata"} & engine.forwarded.keys()
 
 
@@ -648,7 +649,7 @@ def test_connection_closes_after_an_unread_upload(settings, keys, more_body, con
     assert dict(start["headers"]).get(b"connection") == (connection and connection.encode())
 
 
-REFUSED = [
+COUNTED_REQUESTS = [
     (post(raw="{"), 400), (post(model="b"), 200), (post(model="c"), 404), (post(raw="[]"), 422),
     (post(raw="x" * 3000), 413), (get("/v1/nothing"), 404), (get("/v1/models"), 200),
     (get("/v1/files"), 405), ((("DELETE", "/v1/cost"), {}), 405), ((("OPTIONS", CHAT), {}), 405),
@@ -657,12 +658,12 @@ REFUSED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("request_of", "status"), REFUSED)
-def test_every_request_counts_toward_the_rate_limit(call_gate, keys, request_of, status):
+@pytest.mark.parametrize(("request_", "status"), COUNTED_REQUESTS)
+def test_every_request_counts_toward_the_rate_limit(call_gate, keys, request_, status):
     """Refused requests, reads, deletes and cancellations count, too, because they take the gate's time."""
-    arguments, parts = request_of
-    parts = {**parts, "headers": {**parts.get("headers", {}), "authorization": f"Bearer {keys['slow']}"}}
-    first, second = call_gate((arguments, parts), post(keys["slow"]))
+    arguments, kwargs = request_
+    kwargs = {**kwargs, "headers": {**kwargs.get("headers", {}), "authorization": f"Bearer {keys['slow']}"}}
+    first, second = call_gate((arguments, kwargs), post(keys["slow"]))
     assert first.status_code == status
     assert error_of(second) == (429, "rate_limit_exceeded")
 
@@ -680,23 +681,24 @@ def test_request_reserves_cost_at_recent_prices(call_gate, keys, settings):
     class RecordingEngine(FakeEngineApp):
         async def __call__(self, *asgi):
             budgets = totals_of(settings["ledger"]).budgets
-            available_usd.append(budgets.reserve_batch("batch_1", small, 0.2))
-            budgets.settle_batch("batch_1", [small], 0)
+            available_usd.append(budgets.reserve_batch("batch_1", account, 0.2))  # reserves all that is left
+            budgets.settle_batch("batch_1", [account], 0)
             await super().__call__(*asgi)
 
-    small = next(record.account for record in read_keys(settings["key_file"]) if record.name == "small")
+    account = next(record.account for record in read_keys(settings["key_file"]) if record.name == "small")
     append_request(settings["ledger"], make_request_usage(key="alice", model="a"))
     call_gate(post(keys["small"], model="b", max_tokens=1), app=RecordingEngine())
     call_gate(post(keys["small"], max_tokens=1), app=RecordingEngine())
     num_bytes = len(json.dumps({"model": "a", "messages": [], "max_tokens": 1}))
+    # The recorded request took 0.2 s for 100 prompt tokens and 2 s for 40 output tokens, at one cent per second.
     prompt_usd = 0.2 * 0.01 / 100 * min(num_bytes + TEMPLATE_TOKENS, 1000)  # at most the model's context
     assert available_usd == [0, pytest.approx(0.2 - prompt_usd - 2 * 0.01 / 40)]  # the price of "b" is unknown
 
 
 def test_expired_key_is_refused_on_every_route(call_gate, settings):
     key, record = new_key("late", expires_at=time.time() + 3600)
-    expired_key, old = new_key("gone", expires_at=time.time() - 1)
-    fixed_keys_settings = {"key_file": None, "fixed_keys": (record, old)}
+    expired_key, expired_record = new_key("gone", expires_at=time.time() - 1)
+    fixed_keys_settings = {"key_file": None, "fixed_keys": (record, expired_record)}
     answered, refused, listed = call_gate(
         post(key), post(expired_key), get("/v1/models", expired_key), **fixed_keys_settings
     )
@@ -753,7 +755,7 @@ def test_echoed_prompt_counts_one_token_per_choice(call_gate, keys, engine):
 
 
 @pytest.mark.parametrize(
-    ("request_of", "limit", "expected"),
+    ("fields", "limit", "expected"),
     [
         ({"n": 4, "max_tokens": 16}, 64, 200),
         ({"n": 4, "max_tokens": 17}, 64, (400, "max_tokens_too_large")),
@@ -767,8 +769,8 @@ def test_echoed_prompt_counts_one_token_per_choice(call_gate, keys, engine):
         ({"model": "b", "path": COMPLETIONS, "prompt": [[1]] * 3, "n": 3}, None, (400, "too_many_choices")),
     ],
 )
-def test_limits_include_all_choices(call_gate, keys, request_of, limit, expected):
-    (answer,) = call_gate(post(keys["alice"], **request_of), max_output_tokens=limit)
+def test_limits_include_all_choices(call_gate, keys, fields, limit, expected):
+    (answer,) = call_gate(post(keys["alice"], **fields), max_output_tokens=limit)
     assert (200 if answer.status_code == 200 else error_of(answer)) == expected
 
 
@@ -805,16 +807,17 @@ def test_stream_usage_is_always_requested_from_the_engine(call_gate, keys, optio
 def test_cost_of_streams_counts_against_the_budget(call_gate, keys):
     first, second = call_gate(post(keys["small"], stream=True), post(keys["small"]))
     assert (first.status_code, error_of(second)) == (200, (429, "insufficient_quota"))
+    # The first stream fails before its cost is known, so its reservation stays.
     limited = {"max_tokens": 10}
     first, second = call_gate(
-        post(keys["small"], stream=True, **limited), post(keys["small"], **limited), app=FakeEngineApp(breaks_off=True)
+        post(keys["small"], stream=True, **limited), post(keys["small"], **limited), app=FakeEngineApp(fails_late=True)
     )
     assert (first.status_code, error_of(second)) == (200, (429, "rate_limit_exceeded"))
     assert "reserved by running requests" in second.json()["error"]["message"]
 
 
 def test_failed_stream_ends_with_an_error_event(call_gate, keys):
-    (answer,) = call_gate(post(keys["alice"], stream=True), app=FakeEngineApp(breaks_off=True))
+    (answer,) = call_gate(post(keys["alice"], stream=True), app=FakeEngineApp(fails_late=True))
     assert events_of(answer)[-1]["error"]["code"] == "internal_error"
     assert "secret" not in answer.text
 
@@ -836,8 +839,8 @@ def test_slow_answer_times_out_and_is_cancelled(call_gate, keys):
 
 
 @pytest.mark.parametrize("client_disconnects", [True, False])
-def test_cancelled_request_is_billed_from_the_ledger(settings, keys, engine_account, client_disconnects):
-    """The gate gets no answer, so it bills the record in the ledger. That cost exceeds the key's budget."""
+def test_cancelled_request_is_charged_from_the_ledger(settings, keys, engine_account, client_disconnects):
+    """The gate gets no answer, so it charges the cost that the ledger records, which exceeds the key's budget."""
     engine_account.ready()
 
     async def hang(scope, receive, send):
@@ -921,7 +924,7 @@ def test_request_is_answered_if_the_prompt_log_fails(call_gate, keys, tmp_path, 
     assert "to the prompt log" in caplog.text
 
 
-async def test_disconnect_during_prompt_log_releases_reservation(settings, keys, tmp_path, monkeypatch):
+async def test_timeout_during_prompt_log_leaves_reservation_to_expire(settings, keys, tmp_path, monkeypatch):
     gate = Gate(FakeEngineApp(), GateSettings(**settings, prompts=tmp_path / "prompts", request_timeout_s=0.2), ROUTES)
     monkeypatch.setattr(gate._prompts, "write", lambda **_: asyncio.sleep(60))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=gate), base_url="http://peagle") as http:
@@ -942,7 +945,7 @@ def test_large_body_is_acknowledged(settings, keys):
 
 
 @pytest.mark.parametrize(("key_name", "is_delayed"), [("alice", True), (None, True), ("without keys", False)])
-def test_consecutive_refusals_are_delayed_with_keys(call_gate, keys, key_name, is_delayed):
+def test_consecutive_refusals_are_delayed_only_if_keys_are_required(call_gate, keys, key_name, is_delayed):
     requires_key = key_name in ("alice", None)
     requests = [get("/v1/nothing", keys.get(key_name))] * 25
     started_at = time.monotonic()
@@ -956,7 +959,7 @@ def make_scope(attributes=None, path="/invocations", **values):
     return {"type": "http", "method": "POST", "path": path, "headers": headers, **values}
 
 
-def test_request_without_attributes_is_unchanged():
+def test_request_without_route_and_key_attributes_is_unchanged():
     for scope in (make_scope(), make_scope("c000b4f9-df62-4c85-a0bf-7c525f9104a4"), make_scope("x=1")):
         assert to_api_request(scope) == scope
 
