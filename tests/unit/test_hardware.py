@@ -170,7 +170,7 @@ def test_old_or_missing_driver_has_no_compute_capability(monkeypatch: pytest.Mon
         ((12, 0), True, True, False),
     ],
 )
-def test_formats_by_compute_capability(capability: tuple[int, int], bf16: bool, fp8: bool, int8: bool) -> None:
+def test_number_formats_by_compute_capability(capability: tuple[int, int], bf16: bool, fp8: bool, int8: bool) -> None:
     gpu = Hardware(platform="cuda", memory_gib=80, free_memory_gib=80, num_cpus=8, compute_capability=capability)
     assert (gpu.supports_bf16, gpu.supports_fp8_weights, gpu.supports_fp8_kv_cache) == (bf16, fp8, fp8)
     assert gpu.supports_int8 == int8
@@ -180,7 +180,7 @@ def test_formats_by_compute_capability(capability: tuple[int, int], bf16: bool, 
     ("flag", "int8", "fp8_kv_cache"),
     [("avx2", False, False), ("avx512f", False, True), ("avx512_vnni", True, False), ("avx_vnni", True, False)],
 )
-def test_formats_by_cpu_flag(flag: str, int8: bool, fp8_kv_cache: bool) -> None:
+def test_number_formats_by_cpu_flag(flag: str, int8: bool, fp8_kv_cache: bool) -> None:
     cpu = Hardware(platform="cpu", memory_gib=8, free_memory_gib=8, num_cpus=2, cpu_flags=frozenset({flag}))
     assert (cpu.supports_int8, cpu.supports_fp8_kv_cache, cpu.supports_fp8_weights) == (int8, fp8_kv_cache, False)
 

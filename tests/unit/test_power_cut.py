@@ -152,7 +152,7 @@ def test_run_is_consistent_after_a_power_cut_at_any_time(disk, images, monkeypat
 
     def with_power_cuts(change):
         def check_and_change(*args, **options):
-            if str(disk.root) in str(args[0]):  # otherwise the call writes an image
+            if str(disk.root) in str(args[0]):  # not a call that writes an image
                 check_images()
             change(*args, **options)
 

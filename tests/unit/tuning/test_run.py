@@ -25,7 +25,7 @@ FAST, SLOW = 0.001, 0.006  # seconds per token
 class FakeEngineStarter:
     """Starts fake engines with the given seconds per token by K, and records their specs.
 
-    Request number `interrupted_at` raises KeyboardInterrupt.
+    Engines with a K in `broken` do not start. Request number `interrupted_at` raises KeyboardInterrupt.
     """
 
     def __init__(self, token_s, *, broken=(), interrupted_at=None):

@@ -208,6 +208,7 @@ def test_retry_must_match_dead_letters(start_run):
     fake_run.generate(4, 5)
     audit = audit_run(run)
     assert (audit.findings, audit.num_rows, audit.num_failed_rows, audit.num_rows_left) == ([], 6, 1, 0)
+    # Row 1 of unit 0 did not fail. Row 1 of unit 1 is already retried in unit 4.
     run.add_retries([Retry(unit=6, supersedes=0, rows=(1,)), Retry(unit=7, supersedes=1, rows=(1,))], number=2)
     assert [(finding.kind, finding.where) for finding in audit_run(run).findings] == [
         ("doubled", "unit-00000000.parquet"), ("plan", "unit 4"), ("plan", "unit 7"),

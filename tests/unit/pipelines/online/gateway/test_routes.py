@@ -92,7 +92,7 @@ def gate_match(scope):
 def test_router_and_gate_match_the_same_route(app, raw_path, method, prefix):
     scope = scope_of(raw_path, method, prefix)
     if path_refusal(scope):
-        assume(router_match(app, scope) is not None)  # paths without a route may have any refusal
+        assume(router_match(app, scope) is not None)  # a path without a route may be refused for any reason
         assert not scope["path"].isprintable()
     else:
         assert router_match(app, scope) == gate_match(scope)

@@ -195,7 +195,7 @@ def test_lifespan_messages_are_unchanged():
 def test_import_path_names_the_middlewares(monkeypatch):
     from uvicorn.protocols.http import auto
 
-    monkeypatch.setattr(auto, "AutoHTTPProtocol", auto.AutoHTTPProtocol)  # restores it after `middlewares()`
+    monkeypatch.setattr(auto, "AutoHTTPProtocol", auto.AutoHTTPProtocol)  # monkeypatch restores it
     module, _, name = proxy.IMPORT_PATH.partition(":")
     assert (module, name) == (proxy.__name__, "middlewares")
     (middleware,) = middlewares()

@@ -43,7 +43,7 @@ async def app(scope, receive, send):
 @pytest.fixture(autouse=True)
 def short_limit(monkeypatch):
     monkeypatch.setattr(slow_clients, "HEADERS_LIMIT_S", LIMIT_S)
-    # Tests replace this class. monkeypatch restores it, because the class is set here.
+    # Setting the class to itself makes monkeypatch restore it after the test.
     monkeypatch.setattr(auto, "AutoHTTPProtocol", auto.AutoHTTPProtocol)
 
 
