@@ -57,16 +57,16 @@ def test_only_temporary_files_are_removed(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["unit-1.parquet"]
 
 
-def test_atomic_file_appears_once_complete(tmp_path):
+def test_atomic_file_is_visible_only_when_complete(tmp_path):
     path = tmp_path / "a"
     path.write_bytes(b"old")
 
     def write_and_fail():
         with files.atomic_file(path) as file:
             file.write(b"half")
-            raise ValueError("broken off")
+            raise ValueError("interrupted")
 
-    with pytest.raises(ValueError, match="broken off"):
+    with pytest.raises(ValueError, match="interrupted"):
         write_and_fail()
     assert path.read_bytes() == b"old"
     with files.atomic_file(path) as file:
@@ -77,19 +77,19 @@ def test_atomic_file_appears_once_complete(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-# --- lost responses, as on NFS: the operation succeeds, and the client's automatic repetition fails
+# --- lost responses, as on NFS: the operation succeeds, but the client repeats it, and the repetition fails
 
 
 def with_lost_response(operation, error):
     def operate(*args):
         operation(*args)
-        raise error(17, "the response to a repeated request")
+        raise error(errno.EEXIST, "the response to a repeated request")
 
     return operate
 
 
 @pytest.mark.parametrize("error", [FileExistsError, OSError, TimeoutError])
-def test_write_once_with_lost_link_response(tmp_path, monkeypatch, error):
+def test_write_once_succeeds_if_the_response_to_link_is_lost(tmp_path, monkeypatch, error):
     path = tmp_path / "unit"
     with monkeypatch.context() as nfs:
         nfs.setattr(files.os, "link", with_lost_response(os.link, error))
@@ -99,7 +99,7 @@ def test_write_once_with_lost_link_response(tmp_path, monkeypatch, error):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_write_atomic_with_lost_rename_response(tmp_path, monkeypatch):
+def test_write_atomic_succeeds_if_the_response_to_rename_is_lost(tmp_path, monkeypatch):
     path = tmp_path / "a"
     path.write_bytes(b"old")
     monkeypatch.setattr(files.os, "replace", with_lost_response(os.replace, FileNotFoundError))
@@ -169,22 +169,22 @@ def test_file_system_without_links_is_refused(tmp_path, monkeypatch, code):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_file_system_with_two_winners_is_refused(tmp_path, monkeypatch):
+def test_file_system_without_exclusive_links_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(files.os, "link", lambda temporary, path: temporary.replace(path))
     with pytest.raises(ConfigError, match="two writers can create the same name"):
         files.require_links(tmp_path)
 
 
 def test_require_links_retries_if_another_process_removes_its_file(tmp_path, monkeypatch):
-    link, num_links = os.link, []
+    link, linked_paths = os.link, []
 
-    def link_and_clear(temporary, path):
+    def link_and_remove_first(temporary, path):
         link(temporary, path)
-        num_links.append(path)
-        if len(num_links) == 1:
+        linked_paths.append(path)
+        if len(linked_paths) == 1:
             path.unlink()
 
-    monkeypatch.setattr(files.os, "link", link_and_clear)
+    monkeypatch.setattr(files.os, "link", link_and_remove_first)
     files.require_links(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -217,7 +217,7 @@ def group_sync(tmp_path):
     return GroupSync(path)
 
 
-def test_group_sync_serves_many_waiters_with_one_call(disk, group_sync):
+def test_group_sync_serves_all_waiters_that_arrive_during_a_sync_with_one_call(disk, group_sync):
     first = group_sync.sync()
     disk.started.acquire()
     others = [group_sync.sync() for _ in range(20)]

@@ -44,6 +44,7 @@ def test_cpus_and_memory_are_detected(root: Path) -> None:
     assert (detected.platform, detected.cpu_name, detected.num_cpus) == ("cpu", "Testium 9000", 4)
     assert detected.cpu_flags == {"avx2", "avx512f", "avx512_bf16"}
     assert (detected.memory_gib, detected.free_memory_gib) == (8.0, 6.0)
+    # The last thread of each core; the core of NUMA node 0 comes first.
     assert (detected.is_cpu_quota, detected.core_ids) == (False, (3, 2))
 
 
@@ -98,7 +99,7 @@ NVIDIA L4, 23034, 22000, 8.9, GPU-bb22, [N/A], 580.65.06
 """
 
 
-def test_one_kind_of_mixed_gpus_is_chosen(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_different_gpus_have_the_properties_of_the_weakest(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "_nvidia_smi", lambda: hardware._parse_nvidia_smi(TWO_GPUS, None))
     detected = detect(root=root)
     assert (detected.platform, detected.num_accelerators, detected.accelerator) == ("cuda", 2, "L4")
@@ -111,7 +112,7 @@ def test_one_kind_of_mixed_gpus_is_chosen(root: Path, monkeypatch: pytest.Monkey
     assert hardware.Hardware.from_dict(detected.to_dict()) == detected
 
 
-def test_gpu_that_shares_host_memory_has_its_size(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_without_own_memory_has_the_size_of_host_memory(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     line = "NVIDIA GB10, [N/A], [N/A], 12.1, GPU-aa, [N/A], 580.95.05\n"
     monkeypatch.setattr(hardware, "_nvidia_smi", lambda: hardware._parse_nvidia_smi(line, None))
     detected, host = detect(root=root), hardware._host_memory_gib(root)
@@ -141,7 +142,7 @@ def test_mig_slice_is_detected() -> None:
     assert (detected.name, detected.is_sliced) == ("H100 80GB HBM3", True)
 
 
-def test_old_driver_without_compute_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_or_missing_driver_has_no_compute_capability(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
         if "compute_cap" in command[1]:
             raise subprocess.CalledProcessError(2, command, output='Field "compute_cap" is not a valid field to query.')
@@ -169,7 +170,7 @@ def test_old_driver_without_compute_capability(monkeypatch: pytest.MonkeyPatch) 
         ((12, 0), True, True, False),
     ],
 )
-def test_formats_by_compute_capability(capability: tuple[int, int], bf16: bool, fp8: bool, int8: bool) -> None:
+def test_number_formats_by_compute_capability(capability: tuple[int, int], bf16: bool, fp8: bool, int8: bool) -> None:
     gpu = Hardware(platform="cuda", memory_gib=80, free_memory_gib=80, num_cpus=8, compute_capability=capability)
     assert (gpu.supports_bf16, gpu.supports_fp8_weights, gpu.supports_fp8_kv_cache) == (bf16, fp8, fp8)
     assert gpu.supports_int8 == int8
@@ -179,7 +180,7 @@ def test_formats_by_compute_capability(capability: tuple[int, int], bf16: bool, 
     ("flag", "int8", "fp8_kv_cache"),
     [("avx2", False, False), ("avx512f", False, True), ("avx512_vnni", True, False), ("avx_vnni", True, False)],
 )
-def test_formats_by_cpu_flag(flag: str, int8: bool, fp8_kv_cache: bool) -> None:
+def test_number_formats_by_cpu_flag(flag: str, int8: bool, fp8_kv_cache: bool) -> None:
     cpu = Hardware(platform="cpu", memory_gib=8, free_memory_gib=8, num_cpus=2, cpu_flags=frozenset({flag}))
     assert (cpu.supports_int8, cpu.supports_fp8_kv_cache, cpu.supports_fp8_weights) == (int8, fp8_kv_cache, False)
 
@@ -209,7 +210,7 @@ NOWHERE = "http://127.0.0.1:9"  # nothing listens there
 
 
 @pytest.fixture
-def firmware(tmp_path):
+def write_firmware(tmp_path):
     def write(vendor, product):
         folder = tmp_path / "sys/class/dmi/id"
         folder.mkdir(parents=True)
@@ -221,8 +222,8 @@ def firmware(tmp_path):
 
 
 @pytest.fixture
-def metadata():
-    """Return a function that starts a metadata server, and returns its URL and a list of the requested paths.
+def start_metadata_server():
+    """Return a function that starts a metadata server. It returns the server's URL and a list of the requested paths.
 
     `responses` has (required header, status, text) by path.
     """
@@ -260,9 +261,9 @@ GOOGLE_PATH = "/computeMetadata/v1/instance/machine-type"
 AZURE_PATH = "/metadata/instance/compute/vmSize?api-version=2021-02-01&format=text"
 
 
-def test_instance_type_is_read_from_the_firmware_of_ec2(firmware, tmp_path):
+def test_instance_type_is_read_from_the_firmware_of_ec2(write_firmware, tmp_path):
     assert instance_type(root=tmp_path, metadata=NOWHERE) is None
-    assert instance_type(root=firmware("Amazon EC2", "p5.48xlarge"), metadata=NOWHERE) == "p5.48xlarge"
+    assert instance_type(root=write_firmware("Amazon EC2", "p5.48xlarge"), metadata=NOWHERE) == "p5.48xlarge"
 
 
 @pytest.mark.parametrize(("name", "names"), [("p5.48xlarge", ("p5.48xlarge",)), (None, ())])
@@ -279,29 +280,29 @@ def test_instance_type_is_a_machine_name(monkeypatch, name, names):
     ],
 )
 def test_instance_type_comes_from_the_metadata_server(
-    monkeypatch, firmware, metadata, system, path, header, text, expected
+    monkeypatch, write_firmware, start_metadata_server, system, path, header, text, expected
 ):
     monkeypatch.setenv("http_proxy", NOWHERE)
-    url, requests = metadata({path: (header, 200, text)})
-    assert instance_type(root=firmware(*system), metadata=url) == expected
+    url, requests = start_metadata_server({path: (header, 200, text)})
+    assert instance_type(root=write_firmware(*system), metadata=url) == expected
     assert requests == [path]
 
 
 @pytest.mark.parametrize("response", [(500, "a3-highgpu-8g"), (200, ""), (200, "<html>"), (200, "x" * 200)])
-def test_invalid_metadata_response_is_ignored(firmware, metadata, response):
-    url, _ = metadata({GOOGLE_PATH: ("Host", *response)})
-    assert instance_type(root=firmware(*GOOGLE), metadata=url) is None
+def test_invalid_metadata_response_is_ignored(write_firmware, start_metadata_server, response):
+    url, _ = start_metadata_server({GOOGLE_PATH: ("Host", *response)})
+    assert instance_type(root=write_firmware(*GOOGLE), metadata=url) is None
 
 
 @pytest.mark.parametrize("system", [("Dell Inc.", "PowerEdge"), ("Xen", "HVM domU"), ("Google", "Pixelbook")])
-def test_other_machines_are_not_queried(firmware, metadata, system):
-    url, requests = metadata({})
-    assert instance_type(root=firmware(*system), metadata=url) is None
+def test_other_machines_are_not_queried(write_firmware, start_metadata_server, system):
+    url, requests = start_metadata_server({})
+    assert instance_type(root=write_firmware(*system), metadata=url) is None
     assert requests == []
 
 
-def test_silent_metadata_server_is_ignored(monkeypatch, firmware):
-    root = firmware(*AZURE)
+def test_silent_metadata_server_is_ignored(monkeypatch, write_firmware):
+    root = write_firmware(*AZURE)
     assert instance_type(root=root, metadata=NOWHERE) is None
     monkeypatch.setattr(hardware, "_TIMEOUT_S", 0.05)
     with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as silent:  # accepts connections and never responds

@@ -89,10 +89,10 @@ def test_completed_writes_and_deletions_are_durable(disk, images):
         assert contents == {"file": b"new", "once": b"1", "large": b"large", "stays": b"x"}
 
 
-def test_writer_that_comes_second_syncs_the_name(disk, images, monkeypatch):
+def test_second_writer_syncs_the_name(disk, images, monkeypatch):
     path = disk.root / "run.json"
-    with monkeypatch.context() as stopped:
-        stopped.setattr(files, "sync_folder", lambda _: None)  # as if the first writer had been killed before the sync
+    with monkeypatch.context() as killed_writer:
+        killed_writer.setattr(files, "sync_folder", lambda _: None)  # the first writer is killed before the sync
         files.write_once(path, b"first")
     assert not files.write_once(path, b"second")
     assert all((image / "run.json").read_bytes() == b"first" for image in images())
@@ -152,7 +152,7 @@ def test_run_is_consistent_after_a_power_cut_at_any_time(disk, images, monkeypat
 
     def with_power_cuts(change):
         def check_and_change(*args, **options):
-            if str(disk.root) in str(args[0]):  # not while the images are written
+            if str(disk.root) in str(args[0]):  # not a call that writes an image
                 check_images()
             change(*args, **options)
 
@@ -177,7 +177,7 @@ def revoke_a_key(root):
         records[:] = [record for record in records if record.name != "mallory"]
 
 
-def require_revoked_key(image):
+def require_key_stays_revoked(image):
     assert [record.name for record in read_keys(image / "keys" / "keys.json")] == ["alice"]
 
 
@@ -185,10 +185,10 @@ def create_a_batch(root):
     store = BatchStore(root / "batches")
     store.prepare()
     for name in ("kept", "deleted"):
-        with store.writer(new_id(FILE_PREFIX)) as (at, target):
+        with store.writer(new_id(FILE_PREFIX)) as (path, target):
             target.write(b"{}\n")
         file = StoredFile(
-            id=Path(at).stem, owner="alice", filename=name, purpose=INPUT, num_bytes=3, created_at=1.0, at=at,
+            id=Path(path).stem, owner="alice", filename=name, purpose=INPUT, num_bytes=3, created_at=1.0, at=path,
             expires_at=None, batch_id=None,
         )  # fmt: skip
         store.add_file(file)
@@ -225,7 +225,7 @@ def require_both_requests(image):
 
 
 OPERATIONS = [
-    (revoke_a_key, require_revoked_key),
+    (revoke_a_key, require_key_stays_revoked),
     (create_a_batch, require_batch_and_one_file),
     (answer_a_request, require_both_requests),
 ]
@@ -239,32 +239,32 @@ def test_completed_calls_survive_power_cut(disk, images, call, check):
         check(image)
 
 
-# --- a real file system: the image of an ext4, copied directly after the call, as a power cut would leave it
+# --- a real file system: an ext4 image, copied directly after the call, as a power cut would leave it
 
 
 @contextlib.contextmanager
-def mounted(image, where):
-    where.mkdir()
-    result = subprocess.run(["mount", "-o", "loop", image, where], capture_output=True, text=True, check=False)
+def mounted(image, folder):
+    folder.mkdir()
+    result = subprocess.run(["mount", "-o", "loop", image, folder], capture_output=True, text=True, check=False)
     if result.returncode:
         pytest.skip(f"no loop device can be mounted here: {result.stderr.strip()}")
     try:
-        yield where
+        yield folder
     finally:
-        subprocess.run(["umount", where], check=True)
+        subprocess.run(["umount", folder], check=True)
 
 
 def ext4_after(call, tmp_path):
-    """Return the content of an ext4 after a power cut directly after `call`."""
+    """Return the content of an ext4 file system after a power cut directly after `call`."""
     if shutil.which("mkfs.ext4") is None or os.geteuid() != 0:
         pytest.skip("a separate file system needs root and mkfs.ext4")
-    image, cut = tmp_path / "ext4", tmp_path / "ext4-cut"
+    image, copy = tmp_path / "ext4", tmp_path / "ext4-cut"
     subprocess.run(["truncate", "-s", "32M", image], check=True)
     subprocess.run(["mkfs.ext4", "-q", image], check=True)
     with mounted(image, tmp_path / "before") as root:
         call(root)
-        shutil.copyfile(image, cut)
-    return mounted(cut, tmp_path / "after")
+        shutil.copyfile(image, copy)
+    return mounted(copy, tmp_path / "after")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ext4 is Linux's")

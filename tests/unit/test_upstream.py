@@ -1,6 +1,6 @@
 """Private names of other packages are used only in some modules, and the table in docs/upstream.md lists each use.
 
-The code and tests in that table exist.
+The code and the tests that the table names exist.
 """
 
 import ast
@@ -24,7 +24,7 @@ OWN_PACKAGES = {"peagle", "pipelines", "jobs"}
 INTERNAL = ("ray.llm", "ray.serve.context", "uvicorn.protocols")
 _PUBLIC_MODULES = ("config", "exceptions", "platforms", "reasoning", "sampling_params", "tool_parsers")
 PUBLIC_OF_VLLM = {"vllm", *(f"vllm.{module}" for module in _PUBLIC_MODULES)}
-# Public despite the underscore, according to the documentation of Python and of jinja2 (subclasses of `Undefined`).
+# Documented as public despite the underscore: by Python, and by jinja2 for subclasses of `Undefined`.
 DOCUMENTED = {"os._exit", "self._fail_with_undefined_error"}
 PUBLIC_VARIABLES = {
     *("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"),
@@ -63,11 +63,11 @@ def imports(node: ast.AST) -> Iterator[tuple[str, str, bool]]:
                 yield alias.asname or alias.name.partition(".")[0], alias.name, is_internal(alias.name)
     elif isinstance(node, ast.ImportFrom) and node.module and is_foreign(node.module):
         for alias in node.names:
-            full = f"{node.module}.{alias.name}"
+            full_name = f"{node.module}.{alias.name}"
             # `from vllm import envs` imports a module; the names of classes have capitals.
             is_module = node.module == "vllm" and alias.name.islower()
-            private = is_private(alias.name) or is_internal(full if is_module else node.module)
-            yield alias.asname or alias.name, full, private
+            private = is_private(alias.name) or is_internal(full_name if is_module else node.module)
+            yield alias.asname or alias.name, full_name, private
 
 
 def root_of(node: ast.expr) -> str | None:
@@ -77,7 +77,7 @@ def root_of(node: ast.expr) -> str | None:
     return node.id if isinstance(node, ast.Name) else None
 
 
-def members(tree: ast.Module) -> set[str]:
+def own_members(tree: ast.Module) -> set[str]:
     """Return the attributes and methods that the module itself defines."""
     own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
     for node in ast.walk(tree):
@@ -96,7 +96,7 @@ def private_names_in(node: ast.AST, foreign: set[str], private: set[str], own: s
         private: the private names among them.
         own: attributes and methods that this module defines.
     """
-    yield from (full for _, full, is_private_ in imports(node) if is_private_)
+    yield from (full_name for _, full_name, is_private_ in imports(node) if is_private_)
     if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in private:
         yield node.id
     elif isinstance(node, ast.Attribute):
@@ -119,7 +119,7 @@ def uses(tree: ast.Module) -> Iterator[tuple[str, str]]:
     """Yield pairs of a module's top-level definition and a private name that the definition uses."""
     imported = [item for node in ast.walk(tree) for item in imports(node)]
     foreign, private = {name for name, *_ in imported}, {name for name, _, is_private_ in imported if is_private_}
-    own = members(tree)
+    own = own_members(tree)
     for statement in tree.body:
         for node in ast.walk(statement):
             yield from ((name_of(statement), used) for used in private_names_in(node, foreign, private, own))
@@ -203,7 +203,7 @@ def test_every_private_use_is_in_the_table() -> None:
     }
     listed = {(module, name.partition(".")[0]) for module, name in names_in_column("where")}
     assert used - listed == set()
-    assert len(used) > 20
+    assert len(used) > 20  # the search finds private names at all
     text = TABLE.read_text(encoding="utf-8")
     variables = {name for names in all_uses().values() for _, name in names if name.startswith("RAY_")}
     assert [name for name in variables if f"`{name}`" not in text] == []

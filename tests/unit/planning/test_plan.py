@@ -44,7 +44,8 @@ def write_report(tmp_path):
 
 def test_cheapest_machines_within_the_deadline_are_chosen(plan):
     chosen = plan()["chosen"]
-    # One machine generates 400 tokens/s for 8 h minus 280 s: 11.4 M tokens. Spot costs a quarter of on-demand.
+    # One machine generates 400 tokens/s for 8 h minus 180 s to provision it and 100 s to start its engines: 11.4 M
+    # tokens. Spot costs a quarter of on-demand.
     assert (chosen["num_machines"], chosen["num_engines"], chosen["market"]) == (2, 4, "spot")
     assert (chosen["method"], chosen["concurrency"], chosen["place"]) == ("none", 8, "own here")
     assert chosen["hours"] == pytest.approx(20e6 / 800 / 3600 + 280 / 3600, rel=0.02)
@@ -55,7 +56,7 @@ def test_cheapest_machines_within_the_deadline_are_chosen(plan):
 def test_latency_limit_determines_the_drafter(plan):
     result = plan(max_tpot_ms=22)
     assert (result["chosen"]["method"], result["chosen"]["k"]) == ("peagle", 3)
-    by_factor = {row["factor"]: row for row in result["sensitivity"]}
+    by_factor = {row["factor"]: row for row in result["sensitivity"]}  # factors of the acceptance length
     assert by_factor[1.0]["usd"] == result["chosen"]["usd"]
     assert by_factor[0.8]["output_tokens_per_s"] == pytest.approx(40)
     assert by_factor[0.8]["num_machines"] > by_factor[1.2]["num_machines"]
@@ -132,15 +133,15 @@ def test_engine_larger_than_its_machine_is_refused(plan, sweep, write_report):
     with pytest.raises(ConfigError, match=r"priced as c7a\.large, which has 2 devices, .* use 4") as error:
         plan(measured=[write_report(price=table.price("c7a.large").to_dict(), hardware=hardware)], within=None)
     assert "repeat `peagle bench` with --usd-per-hour, which reuses all measurements" in error.value.hint
-    stated = Price.fixed(usd_per_hour=0.2, device="vcpu", num_devices=4).to_dict()
-    result = plan(measured=[write_report(price=stated, hardware=hardware)], tokens=360_000, within=None)
+    stated_price = Price.fixed(usd_per_hour=0.2, device="vcpu", num_devices=4).to_dict()
+    result = plan(measured=[write_report(price=stated_price, hardware=hardware)], tokens=360_000, within=None)
     assert result["chosen"]["usd"] == pytest.approx(3660 / 3600 * 0.2)
     with pytest.raises(ConfigError, match=r"box-2 has 2 devices, but an engine of sweep\.json uses 4"):
         plan(measured=[sweep(devices_per_engine=4, instance_type="box-8")], instance_types="box-2")
 
 
 @pytest.mark.parametrize("price", [None, {"usd_per_hour": 3.0, "device": "accelerator", "num_devices": 1}])
-def test_unpriced_reports_need_an_instance_type(price, plan, write_report):
+def test_instance_type_must_have_the_accelerator_of_the_report(price, plan, write_report):
     hardware = {"platform": "cuda", "num_cpus": 8, "accelerator": "NVIDIA BIG 80GB"}
     file = write_report(price=price and Price.fixed(**price).to_dict(), hardware=hardware)
     assert plan(measured=[file], within=None, instance_types="box-8")["chosen"]["num_engines"] == 8
@@ -184,7 +185,7 @@ def test_impossible_goals_are_refused_with_reasons(options, message, plan):
         ({"region": "nowhere"}, PriceError, "no price for box-2 at nowhere", "--usd-per-hour"),
     ],
 )
-def test_machines_without_a_price_are_refused(options, error, message, hint, plan):
+def test_machines_without_price_or_measurement_are_refused(options, error, message, hint, plan):
     with pytest.raises(error, match=message) as exception:
         plan(**options)
     assert hint in exception.value.hint
@@ -225,8 +226,8 @@ def test_each_measured_file_has_its_own_machines(plan, sweep):
     little_cells = [{"method": "none", "k": 0, "concurrency": 8, "output_tokens_per_s": 100.0}]
     files = [sweep("big.json"), sweep("little.json", instance_type="small-2", cells=little_cells)]
     result = plan(measured=files, instance_types="box-2,small-2", within=None)
-    places = {(option["measured"], option["instance_type"]) for option in result["options"]}
-    assert places == {("big.json", "box-2"), ("little.json", "small-2")}
+    measured_types = {(option["measured"], option["instance_type"]) for option in result["options"]}
+    assert measured_types == {("big.json", "box-2"), ("little.json", "small-2")}
     assert "little.json was measured on small-2 (LITTLE), but box-2 has BIG: its speed is unknown" in result["notes"]
     with pytest.raises(ConfigError, match="cpu-2 has no accelerator: its speed is unknown") as error:
         plan(measured=files, instance_types="box-2,cpu-2")

@@ -36,10 +36,11 @@ def test_chat_parameters_are_translated():
 
 def test_completion_parameters_are_translated():
     body = parse_body("/v1/completions", {"prompt": "once", "logprobs": 3, "echo": False, "best_of": 1, "top_k": -1})
+    # In vLLM, -1 and 0 both mean that top_k is off.
     assert (body.content, body.is_chat, body.sampling) == ("once", False, {"logprobs": 3, "top_k": 0})
 
 
-def test_parameters_with_the_names_of_vllm_are_kept():
+def test_vllm_parameters_are_unchanged():
     parameters = {
         "stop_token_ids": [1],
         "include_stop_str_in_output": True,
@@ -139,7 +140,7 @@ def make_line(row, *, is_chat):
 
 
 def parse_strictly(answer_type, body):
-    """Return the body as a type of OpenAI's client, which must have every field of the body."""
+    """Parse the body as a type of OpenAI's client. Fail if the type lacks a field of the body."""
     answer = answer_type.model_validate(body, strict=True)
     assert not answer.model_extra
     return answer
@@ -158,8 +159,8 @@ def test_chat_answer_parses_in_openai_client():
 
 
 def test_completion_answer_parses_in_openai_client():
-    text = parse_strictly(Completion, make_line(make_row(num_cached_tokens=None), is_chat=False)["response"]["body"])
-    assert (text.object, text.choices[0].text, text.usage.total_tokens) == ("text_completion", "hello", 8)
+    answer = parse_strictly(Completion, make_line(make_row(num_cached_tokens=None), is_chat=False)["response"]["body"])
+    assert (answer.object, answer.choices[0].text, answer.usage.total_tokens) == ("text_completion", "hello", 8)
 
 
 def test_several_choices_with_logprobs_parse_in_openai_client():
@@ -171,8 +172,10 @@ def test_several_choices_with_logprobs_parse_in_openai_client():
     first = chat.choices[0].logprobs.content[0]
     assert (first.token, first.bytes, first.logprob) == ("é", [195, 169], -0.5)
     assert [(top.token, top.logprob) for top in first.top_logprobs] == [("é", -0.5), ("e", -1.0)]
-    text = parse_strictly(Completion, make_line(make_row(completions=COMPLETIONS), is_chat=False)["response"]["body"])
-    logprobs = text.choices[0].logprobs
+    answer = parse_strictly(
+        Completion, make_line(make_row(completions=COMPLETIONS), is_chat=False)["response"]["body"]
+    )
+    logprobs = answer.choices[0].logprobs
     assert (logprobs.tokens, logprobs.text_offset, logprobs.token_logprobs) == (["é", " x"], [0, 1], [-0.5, -0.1])
     assert logprobs.top_logprobs == [{"é": -0.5, "e": -1.0}, {}]
 

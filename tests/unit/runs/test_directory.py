@@ -125,7 +125,7 @@ def test_dead_letters_of_uncommitted_units_are_kept(run):
     assert len(list(run.failed.iterdir())) == 1
 
 
-def test_driver_without_lease_changes_nothing(local_run):
+def test_driver_that_lost_its_lease_changes_nothing(local_run):
     local_run.commit(0, ROWS.slice(0, 1), make_usage(num_rows=1, num_failed_rows=1), [dead_letter(1)])
     with hold(local_run) as lease:
         local_run.hold(lease)
@@ -134,9 +134,9 @@ def test_driver_without_lease_changes_nothing(local_run):
         leftovers = [local_run.data / ".unit-00000001.parquet.0123.tmp", local_run.root / "plan.0123456789ab.parquet"]
         for path in leftovers:
             path.touch()
-        for step in (local_run.open, local_run.remove_leftovers, lambda: plan_retry(local_run, local_run.plan())):
+        for action in (local_run.open, local_run.remove_leftovers, lambda: plan_retry(local_run, local_run.plan())):
             with pytest.raises(RunInUse):
-                step()
+                action()
         assert all(path.exists() for path in leftovers)
         assert local_run.plan().num_retries == 0
 
@@ -245,7 +245,7 @@ def remote_run(s3, one_unit_plan):
 
 
 @pytest.mark.parametrize("fault", [500, 503, "connection_cut", "response_lost"])
-def test_lost_store_responses_do_not_duplicate_a_commit(remote_run, s3, fault):
+def test_repeated_store_requests_do_not_duplicate_a_commit(remote_run, s3, fault):
     letters = [{"id": "1", "reason": "x"}]
     s3.fail(fault, method="PUT", path="/data/", times=2)
     s3.fail(fault, method="PUT", path="/failed/")

@@ -21,12 +21,12 @@ from peagle.runs.plan import Plan, WorkUnit
 from peagle.runs.prepare import plan_retry
 from peagle.storage import atomic_file, s3_files, write_atomic
 
-NUM_UNITS, ROWS_PER_UNIT = 3, 2
+NUM_UNITS, NUM_COMMITTED_ROWS = 3, 2  # committed rows of the three rows of each unit
 
 
-def usage_of(unit):
+def usage_of_unit(unit):
     return unit_usage(
-        num_rows=ROWS_PER_UNIT,
+        num_rows=NUM_COMMITTED_ROWS,
         num_failed_rows=int(unit == 1),
         num_prompt_tokens=8,
         num_output_tokens=6,
@@ -70,8 +70,8 @@ def make_run(root):
 
 def commit(run, unit, *, row=None, **columns):
     letters = [{"id": "4", "unit": 1, "reason": "invalid", "message": "no", "row": row}] if unit == 1 else []
-    ids = [f"{unit * 3 + index:09d}" for index in range(ROWS_PER_UNIT)]
-    assert run.commit(unit, output_table(ids, **columns), usage_of(unit), letters)
+    ids = [f"{unit * 3 + index:09d}" for index in range(NUM_COMMITTED_ROWS)]
+    assert run.commit(unit, output_table(ids, **columns), usage_of_unit(unit), letters)
 
 
 @pytest.fixture
@@ -156,7 +156,7 @@ def test_error_lines_hide_server_paths(make_run, reason, message, manifest, mess
     message = message.replace("PATH", span.path)
     dead_letter = {"reason": reason, "id": "4", "unit": 0, "row": "{", "message": message}
     rows = output_table(["000000000"], custom_id=["a"], url=["/v1/completions"])
-    assert run.commit(0, rows, usage_of(0), [dead_letter])
+    assert run.commit(0, rows, usage_of_unit(0), [dead_letter])
     export(run, "openai-batch", partial=True)
     (error,) = exported_lines(run, "openai-batch", "errors.jsonl")
     api_error = error["error"] or error["response"]["body"]["error"]
@@ -174,7 +174,7 @@ def test_openai_export_uses_the_served_name(make_run, manifest, model):
     assert [row["response"]["body"]["model"] for row in exported_lines(run, "openai-batch")] == [model] * 2
 
 
-def test_parquet_export_has_large_row_groups(finished_run, monkeypatch):
+def test_row_groups_of_a_parquet_export_span_units(finished_run, monkeypatch):
     monkeypatch.setattr(export_module, "_ROW_GROUP_ROWS", 4)
     export(finished_run, "parquet")
     file = pq.ParquetFile(exported_parquet(finished_run))
@@ -191,13 +191,13 @@ def test_export_is_repeated_only_if_it_is_incomplete(finished_run):
     assert export(finished_run, "jsonl", force=False) == first
     assert file.stat().st_mtime_ns == modified_at
     file.write_bytes(b"cut off")
-    stale_upload, recent_upload = (file.parent / f".output.jsonl.{number}.tmp" for number in (1, 2))
-    for temporary in (stale_upload, recent_upload):
-        temporary.write_bytes(b"partial")
-    os.utime(stale_upload, (time.time() - 2 * 24 * 3600,) * 2)
+    stale_file, recent_file = (file.parent / f".output.jsonl.{number}.tmp" for number in (1, 2))
+    for temporary_file in (stale_file, recent_file):
+        temporary_file.write_bytes(b"partial")
+    os.utime(stale_file, (time.time() - 2 * 24 * 3600,) * 2)
     assert export(finished_run, "jsonl", force=False) == first
     assert file.read_bytes() == content
-    assert list(file.parent.glob(".*")) == [recent_upload]
+    assert list(file.parent.glob(".*")) == [recent_file]
 
 
 @pytest.mark.parametrize("root", ["s3"], indirect=True)
@@ -214,9 +214,9 @@ def test_export_to_s3_keeps_unfinished_recent_uploads(finished_run, s3, monkeypa
 def test_export_is_repeated_after_a_new_commit(finished_run):
     export(finished_run, "jsonl")
     finished_run.unit_path(1).unlink()
-    ids = [f"{3 + index:09d}" for index in range(ROWS_PER_UNIT)]
+    ids = [f"{3 + index:09d}" for index in range(NUM_COMMITTED_ROWS)]
     assert finished_run.commit(
-        1, output_table(ids, x=["new"] * ROWS_PER_UNIT), replace(usage_of(1), session_id="again"), []
+        1, output_table(ids, x=["new"] * NUM_COMMITTED_ROWS), replace(usage_of_unit(1), session_id="again"), []
     )
     result = export(RunDirectory(finished_run.root), "jsonl", force=False)
     assert [row.get("x") for row in exported_lines(finished_run, "jsonl")] == [None, None, "new", "new", None, None]
@@ -266,10 +266,10 @@ def test_retried_rows_keep_their_position(make_run, output_format):
     for unit in range(NUM_UNITS):
         ids = [f"{unit * 3 + index:09d}" for index in (0, 2)]
         letters = [{"id": f"{unit * 3 + 1:09d}", "unit": unit, "reason": "x", "message": "no", "row": {}}]
-        assert run.commit(unit, output_table(ids), replace(usage_of(unit), num_failed_rows=1), letters)
+        assert run.commit(unit, output_table(ids), replace(usage_of_unit(unit), num_failed_rows=1), letters)
     plan = plan_retry(run, run.plan())
     for retry in plan.units[3:5]:
-        assert run.commit(retry.unit, output_table([retry.row_id(0)]), usage_of(retry.unit), [])
+        assert run.commit(retry.unit, output_table([retry.row_id(0)]), usage_of_unit(retry.unit), [])
     with pytest.raises(ConfigError, match="5 of 6 units are committed"):
         export(run, output_format)
     result = export(run, output_format, partial=True)
@@ -289,7 +289,7 @@ def test_infinite_logprobs_are_exported_as_valid_json(make_run, url):
     table = output_table(["000000000", "000000001"], custom_id=["a", "b"], url=[url] * 2)
     index = table.schema.get_field_index("completions")
     table = table.set_column(index, "completions", pa.array([[completion], None], completions_type))
-    assert run.commit(0, table, usage_of(0), [])
+    assert run.commit(0, table, usage_of_unit(0), [])
     export(run, "openai-batch", partial=True)
     text = (run.root / "export" / "openai-batch" / "output.jsonl").read_bytes().splitlines()[0]
     logprobs = json.loads(text, parse_constant=pytest.fail)["response"]["body"]["choices"][0]["logprobs"]

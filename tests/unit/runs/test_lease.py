@@ -27,8 +27,8 @@ def write_lease(root, lease):
 def lease_of_other_host(root):
     """A lease that a driver on another host has not released."""
     with hold(root):
-        own = read_lease(root)
-    lease = replace(own, outcome=None, host="elsewhere", where="another boot", pid=7, expiry_s=1.0)
+        lease = read_lease(root)
+    lease = replace(lease, outcome=None, host="elsewhere", where="another boot", pid=7, expiry_s=1.0)
     write_lease(root, lease)
     return lease
 
@@ -67,10 +67,11 @@ def test_second_driver_is_refused_while_the_first_is_alive(root):
 
 
 def test_silent_driver_is_replaced_after_expiry(root, lease_of_other_host):
+    # The clock of the other host is wrong.
     write_lease(root, replace(lease_of_other_host, renewed_at=time.time() + 1e6, since=time.time() + 1e6))
     started_at = time.monotonic()
-    with hold(root) as own:
-        assert own.number == lease_of_other_host.number + 1
+    with hold(root) as lease:
+        assert lease.number == lease_of_other_host.number + 1
     assert 1.0 <= time.monotonic() - started_at < 15  # the old lease expires after 1 s, the new one after 30 s
 
 
@@ -91,16 +92,16 @@ def test_killed_driver_on_this_host_is_replaced_immediately(tmp_path):
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
     assert read_lease(tmp_path).is_gone()
     (tmp_path / ".lease" / ".1.json.0123.tmp").touch()
-    with hold(tmp_path) as own:
-        assert own.number == 2
+    with hold(tmp_path) as lease:
+        assert lease.number == 2
         assert [path.name for path in (tmp_path / ".lease").glob("*json*")] == ["2.json"]
 
 
 def test_driver_is_gone_if_another_process_has_its_pid(root):
     with hold(root):
-        own = read_lease(root)
-    assert not own.is_gone()
-    assert replace(own, birth=own.birth - 1).is_gone()
+        lease = read_lease(root)
+    assert not lease.is_gone()
+    assert replace(lease, birth=lease.birth - 1).is_gone()
 
 
 def test_replaced_driver_notices_and_keeps_the_new_lease(root):
@@ -144,12 +145,12 @@ def test_unwritable_lease_folder_is_a_config_error(tmp_path):
         pass
 
 
-def test_next_lease_is_read_if_a_listed_one_is_gone(root, monkeypatch):
+def test_leases_are_listed_again_if_the_listed_lease_is_gone(root, monkeypatch):
     with hold(root):
         pass
     with hold(root):
         pass
-    listings = [[1]]  # as listed before the second driver removed the first driver's lease
+    listings = [[1]]  # a listing from before the second driver removed the first lease
     monkeypatch.setattr(lease_module, "_numbers", lambda _: listings.pop() if listings else [2])
     assert read_lease(root).number == 2
 
@@ -167,8 +168,8 @@ def test_stale_lease_number_is_skipped(root, monkeypatch):
         with hold(root):
             pass
     make_next_read_return_none(monkeypatch)
-    with hold(root) as own:
-        assert own.number == 4
+    with hold(root) as lease:
+        assert lease.number == 4
         assert [path.name for path in (root / ".lease").iterdir()] == ["4.json"]
 
 
@@ -184,11 +185,11 @@ def test_suspended_driver_with_stale_number_is_refused(root, monkeypatch):
 
 
 def test_lost_lease_is_refused_when_required(root):
-    with hold(root) as lost:
-        lost.require()
+    with hold(root) as lease:
+        lease.require()
         write_lease(root, replace(read_lease(root), number=2, token="another's"))
         with pytest.raises(RunInUse, match="taken over"):
-            lost.require()
+            lease.require()
 
 
 def test_deleted_lease_folder_means_a_lost_lease(tmp_path):
@@ -229,14 +230,14 @@ def test_file_system_without_hard_links_is_refused(tmp_path, monkeypatch):
 
 def test_lease_is_kept_during_short_store_failures(s3):
     root = storage_path("s3://bucket/run")
-    with hold(root, expiry_s=1.0) as own:
+    with hold(root, expiry_s=1.0) as lease:
         before = read_lease(root).beat
         s3.fail(403, method="PUT", times=2)
         deadline = time.monotonic() + 10
         while read_lease(root).beat < before + 2:
             assert time.monotonic() < deadline
             time.sleep(0.1)
-        assert not own.lost.is_set()
+        assert not lease.lost.is_set()
     assert read_lease(root).outcome == "ended"
 
 

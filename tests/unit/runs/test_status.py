@@ -77,6 +77,7 @@ def test_status_of_a_run_in_progress(run):
     assert (status.num_rows_done, status.num_failed_rows, status.num_rows_left, status.num_rows) == (3, 1, 4, 8)
     assert status.failed_by_reason == {"refused": 1}
     assert status.price == "$36 per hour for 1 vCPU (stated by the user)"
+    # The killed engine lost 50 - 20 tokens; the running engine has 56 - 20 that are not committed.
     assert (status.num_output_tokens, status.num_lost_tokens, status.num_open_tokens) == (40, 30, 36)
     assert status.tokens_per_s == 56 / 8
     assert status.acceptance_length == 1.5
@@ -105,7 +106,7 @@ def test_status_of_a_stopped_run(run):
         raise PeagleError("the budget is reached\n  4 rows are left")
     status = StatusReader(run).read()
     assert (status.state, status.num_engines, status.num_open_tokens) == ("stopped", 0, 0)
-    assert status.num_lost_tokens == 66
+    assert status.num_lost_tokens == 30 + 36
     assert status.driver.endswith("PeagleError: the budget is reached")
     assert "no engine running" in status.describe()
 
@@ -132,7 +133,7 @@ def test_reader_sees_new_commits_and_retries(run):
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
-def test_status_while_the_report_is_written(run, monkeypatch, is_killed):
+def test_status_before_the_report_is_written(run, monkeypatch, is_killed):
     commit(run, 2)
     commit(run, 3)
     with hold(run):
@@ -167,36 +168,37 @@ def test_watch_interval_must_be_positive(run, capsys, flags):
 PRICE = Price.fixed(usd_per_hour=7200, device="vcpu", num_devices=2)  # a dollar for each second of a vCPU
 
 
-def make_session_of(name, life_s, *, num_devices=1, ended=False):
-    return engine_session(name, num_devices=num_devices, started_at=1000.0, load_s=life_s, ended=ended)
+def loading_session(name, load_s, *, num_devices=1, ended=False):
+    return engine_session(name, num_devices=num_devices, started_at=1000.0, load_s=load_s, ended=ended)
 
 
 @pytest.fixture
 def spending(clock):
-    earlier = [make_session_of("killed", 10.0), make_session_of("ended", 5.0, ended=True)]
+    """The spending of an attempt. Earlier attempts cost 15 dollars."""
+    earlier = [loading_session("killed", 10.0), loading_session("ended", 5.0, ended=True)]
     return Spending([], earlier, PRICE, heartbeat_s=4.0, monotonic=clock)
 
 
 def test_sessions_of_earlier_attempts_cost_nothing_more(spending, clock):
     assert spending.usd == 15.0
     clock.now += 1000
-    assert spending.observe([make_session_of("killed", 10.0), make_session_of("ended", 5.0, ended=True)]) == 15.0
+    assert spending.observe([loading_session("killed", 10.0), loading_session("ended", 5.0, ended=True)]) == 15.0
 
 
 def test_cost_of_an_engine_is_extrapolated_between_heartbeats(spending, clock):
-    assert spending.observe([make_session_of("a", 3.0, num_devices=2)]) == 15 + 6
+    assert spending.observe([loading_session("a", 3.0, num_devices=2)]) == 15 + 6
     clock.now += 1.5
-    assert spending.observe([make_session_of("a", 3.0, num_devices=2)]) == 15 + 9
-    assert spending.observe([make_session_of("a", 4.0, num_devices=2)]) == 15 + 8
+    assert spending.observe([loading_session("a", 3.0, num_devices=2)]) == 15 + 9
+    assert spending.observe([loading_session("a", 4.0, num_devices=2)]) == 15 + 8
 
 
 def test_silent_engine_costs_at_most_two_more_heartbeats(spending, clock):
-    spending.observe([make_session_of("a", 3.0)])
+    spending.observe([loading_session("a", 3.0)])
     clock.now += 100
-    assert spending.observe([make_session_of("a", 3.0)]) == 15 + 3 + 8
+    assert spending.observe([loading_session("a", 3.0)]) == 15 + 3 + 8
 
 
 def test_ended_engine_costs_nothing_more(spending, clock):
-    spending.observe([make_session_of("a", 3.0, ended=True)])
+    spending.observe([loading_session("a", 3.0, ended=True)])
     clock.now += 100
-    assert spending.observe([make_session_of("a", 3.0, ended=True)]) == 18
+    assert spending.observe([loading_session("a", 3.0, ended=True)]) == 18

@@ -77,10 +77,10 @@ def test_write_once_retries_after_deletion(s3, monkeypatch):
 
 def test_each_file_is_written_by_one_of_many_writers(s3):
     s3.fail_often(0.4, seed=7)
-    written, start = [], threading.Barrier(6)
+    written, barrier = [], threading.Barrier(6)
 
     def commit(number):
-        start.wait()
+        barrier.wait()
         for unit in range(5):
             if write_once(FOLDER / f"unit-{unit}", b"%d" % number):
                 written.append((unit, number))

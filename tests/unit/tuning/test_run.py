@@ -1,4 +1,4 @@
-"""Whole tunings with fake engines.
+"""Complete runs of `peagle tune` with fake engines.
 
 The engines' times per token differ so much that other load on the machine does not change their order.
 """
@@ -25,7 +25,7 @@ FAST, SLOW = 0.001, 0.006  # seconds per token
 class FakeEngineStarter:
     """Starts fake engines with the given seconds per token by K, and records their specs.
 
-    Request number `interrupted_at` raises KeyboardInterrupt.
+    Engines with a K in `broken` do not start. Request number `interrupted_at` raises KeyboardInterrupt.
     """
 
     def __init__(self, token_s, *, broken=(), interrupted_at=None):
@@ -58,14 +58,14 @@ class FakeEngineStarter:
 def run(tmp_path, write_jsonl):
     target, head = write_target(tmp_path / "target"), write_head(tmp_path / "head")
 
-    def run(start, messages=None, **options):
+    def run(starter, messages=None, **options):
         values = {
             "model": str(target), "dataset": str(write_jsonl(ROWS)), "output": tmp_path / "out", "max_tokens": 24,
             "drafter": f"peagle={head}", "num_speculative_tokens": "2,4", "max_num_seqs": "1,3", "waves": 2,
             "usd_per_hour": 3.6,
         } | options  # fmt: skip
         listener = MeasurementListener(say=(messages if messages is not None else []).append)
-        profile, path = tune(TuneConfig(**values), listener, start=start, tokenizer_of=lambda *_: ByteTokenizer())
+        profile, path = tune(TuneConfig(**values), listener, start=starter, tokenizer_of=lambda *_: ByteTokenizer())
         assert read_profile(path) == profile
         return profile
 
@@ -73,13 +73,13 @@ def run(tmp_path, write_jsonl):
 
 
 def test_fastest_configuration_becomes_the_profile(run, tmp_path):
-    start = FakeEngineStarter({0: SLOW, 2: FAST, 4: SLOW})
-    profile = run(start)
-    assert start.ks[:3] == [0, 2, 4]
-    assert {spec.max_num_seqs for spec in start.specs} == {3}
+    starter = FakeEngineStarter({0: SLOW, 2: FAST, 4: SLOW})
+    profile = run(starter)
+    assert starter.ks[:3] == [0, 2, 4]
+    assert {spec.max_num_seqs for spec in starter.specs} == {3}
     assert profile.engine["drafter"] == str(tmp_path / "head")
     assert (profile.engine["num_speculative_tokens"], profile.engine["max_num_seqs"]) == (2, 3)
-    assert profile.engine["max_num_batched_tokens"] == 2048 + 3 * 2 * 2
+    assert profile.engine["max_num_batched_tokens"] == 2048 + 3 * 2 * 2  # prefill + requests x 2 K
     assert profile.decision.startswith("P-EAGLE K=2: ")
     assert "times the best speed without a drafter" in profile.decision
     assert (profile.chosen.k, profile.chosen.concurrency) == (2, 3)
@@ -101,10 +101,10 @@ def test_no_speculation_can_be_the_result(run):
 
 def test_engine_options_reach_engines_and_profile(run):
     options = {"kv_cache_precision": "bf16", "engine_args": "block_size=32", "draft_kv_cache_precision": "bf16"}
-    start = FakeEngineStarter({0: SLOW, 2: FAST})
-    engine = run(start, num_speculative_tokens="2", precision="bf16", **options).engine
-    assert {(spec.kv_cache_precision, spec.extra["block_size"]) for spec in start.specs} == {("bf16", 32)}
-    assert {spec.drafter.kv_cache_precision for spec in start.specs if spec.drafter} == {"bf16"}
+    starter = FakeEngineStarter({0: SLOW, 2: FAST})
+    engine = run(starter, num_speculative_tokens="2", precision="bf16", **options).engine
+    assert {(spec.kv_cache_precision, spec.extra["block_size"]) for spec in starter.specs} == {("bf16", 32)}
+    assert {spec.drafter.kv_cache_precision for spec in starter.specs if spec.drafter} == {"bf16"}
     assert {name: engine[name] for name in options} == {**options, "engine_args": {"block_size": 32}}
 
 
@@ -152,15 +152,15 @@ def test_latency_limit_excludes_faster_configurations(run):
             finally:
                 self.running -= 1
 
-    def start(spec, hardware):
+    def start_engine(spec, hardware):
         return SlowerUnderLoad(num_speculative_tokens=spec.drafter.num_speculative_tokens if spec.drafter else 0)
 
     options = {"methods": "none", "num_speculative_tokens": "2", "drafter": [], "max_num_seqs": "1,40", "waves": 1}
-    assert run(start, **options).engine["max_num_seqs"] == 40
-    profile = run(start, objective="throughput", max_tpot_ms=8, **options)
+    assert run(start_engine, **options).engine["max_num_seqs"] == 40
+    profile = run(start_engine, objective="throughput", max_tpot_ms=8, **options)
     assert profile.engine["max_num_seqs"] == 1
     assert "p95 time per output token within 8 ms" in profile.decision
-    assert profile.decision.endswith("; no drafter was measured."), "the reason is not the latency limit"
+    assert profile.decision.endswith("; no drafter was measured."), "the latency limit is not the reason"
 
 
 def test_impossible_limits_are_an_error(run):
@@ -176,9 +176,9 @@ def test_failed_engine_is_excluded(run):
     assert "  skipping P-EAGLE K=2: K=2 does not start" in messages
 
 
-@pytest.mark.parametrize("all_crash", [False, True])
-def test_finished_passes_of_a_crashed_engine_are_kept(all_crash, run):
-    class CrashesAtThree(FakeEngine):
+@pytest.mark.parametrize("both_crash", [False, True])
+def test_finished_passes_of_a_crashed_engine_are_kept(both_crash, run):
+    class CrashesWithThreeRequests(FakeEngine):
         running = 0
 
         async def generate(self, *args):
@@ -190,12 +190,12 @@ def test_finished_passes_of_a_crashed_engine_are_kept(all_crash, run):
             finally:
                 self.running -= 1
 
-    def start(spec, hardware):
+    def start_engine(spec, hardware):
         k = spec.drafter.num_speculative_tokens if spec.drafter else 0
         traits = FakeTraits(token_s=FAST if k else 10 * SLOW)
-        return (CrashesAtThree if k or all_crash else FakeEngine)(traits, num_speculative_tokens=k)
+        return (CrashesWithThreeRequests if k or both_crash else FakeEngine)(traits, num_speculative_tokens=k)
 
-    profile = run(start, num_speculative_tokens="2", max_tokens=8)
+    profile = run(start_engine, num_speculative_tokens="2", max_tokens=8)
     assert (profile.engine["num_speculative_tokens"], profile.engine["max_num_seqs"]) == (2, 1)
     assert "P-EAGLE K=2 could only in part be measured: out of memory" in profile.notes
 
@@ -210,10 +210,10 @@ def test_progress_has_the_remaining_time(run):
 
 
 def test_batched_tokens_and_precisions_have_separate_engines(run):
-    start = FakeEngineStarter({0: FAST, 2: SLOW})
+    starter = FakeEngineStarter({0: FAST, 2: SLOW})
     options = {"num_speculative_tokens": "2", "max_num_batched_tokens": "auto,512", "precision": "auto,float32"}
-    profile = run(start, **options)
-    assert {(spec.precision, spec.max_num_batched_tokens) for spec in start.specs} == {
+    profile = run(starter, **options)
+    assert {(spec.precision, spec.max_num_batched_tokens) for spec in starter.specs} == {
         (precision, num_tokens) for precision in ("auto", "float32") for num_tokens in (2048 + 3, 2048 + 12, 512)
     }
     assert {cell.precision for cell in profile.measurements} == {"auto", "float32"}
@@ -227,12 +227,12 @@ def test_batched_tokens_and_precisions_have_separate_engines(run):
         ({"max_num_seqs": "1,4"}, "max_num"),
     ],
 )
-def test_another_fingerprint_is_refused(change, message, run):
-    starter = FakeEngineStarter({})
+def test_changed_options_are_refused_on_resume(change, message, run):
+    unused_starter = FakeEngineStarter({})
     run(FakeEngineStarter({0: FAST, 2: SLOW, 4: SLOW}))
     with pytest.raises(ConfigError, match=message):
-        run(starter, **change)
-    assert starter.specs == []
+        run(unused_starter, **change)
+    assert unused_starter.specs == []
 
 
 @pytest.mark.parametrize(
@@ -245,11 +245,11 @@ def test_another_fingerprint_is_refused(change, message, run):
     ],
 )
 def test_invalid_options_are_refused_before_an_engine_starts(options, error, message, hint, run):
-    start = FakeEngineStarter({})
+    starter = FakeEngineStarter({})
     with pytest.raises(error, match=message) as exception:
-        run(start, **options)
+        run(starter, **options)
     assert hint in exception.value.hint
-    assert start.specs == []
+    assert starter.specs == []
 
 
 def test_repeats_use_the_next_prompts():
@@ -260,4 +260,4 @@ def test_repeats_use_the_next_prompts():
 
     assert ids(0) == [0, 1, 2, 3, 4, 5, 6, 7]
     assert ids(1) == [8, 9, 0, 1, 2, 3, 4, 5]
-    assert len(prompts_of(sample, concurrency=1, waves=1, repeat=0)) == 6
+    assert len(prompts_of(sample, concurrency=1, waves=1, repeat=0)) == 6  # the minimum

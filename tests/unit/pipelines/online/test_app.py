@@ -26,7 +26,7 @@ HEAD = DrafterSpec(method="peagle", model="head", num_speculative_tokens=3)
 PLACEMENT = Placement(num_cpus=1, num_gpus=0, num_devices=2, device="vcpu", num_engines_on_node=1)
 
 
-def serve_models(config):
+def resolve_models(config):
     engine = ResolvedEngine(
         spec=EngineSpec(model="m", drafter=HEAD, max_model_len=512),
         precision=SimpleNamespace(describe=lambda: "bf16"),
@@ -38,7 +38,7 @@ def serve_models(config):
 
 def make_settings(tmp_path, **options):
     config = ServeConfig(state=tmp_path, **options)
-    return gate_settings(config, CPU, serve_models(config))
+    return gate_settings(config, CPU, resolve_models(config))
 
 
 def test_build_requires_a_token(tmp_path, monkeypatch):
@@ -64,12 +64,12 @@ def test_public_address_needs_keys(tmp_path, host):
 
 def test_sagemaker_needs_no_keys(tmp_path):
     config = SageMakerConfig(state=tmp_path, model="m")
-    gate = gate_settings(config, CPU, serve_models(config))
+    gate = gate_settings(config, CPU, resolve_models(config))
     assert (config.host, gate.requires_key, gate.is_behind_sagemaker) == ("0.0.0.0", False, True)
     assert not make_settings(tmp_path).is_behind_sagemaker
 
 
-def test_keys_from_file_or_environment(tmp_path, monkeypatch):
+def test_keys_are_read_from_file_or_environment(tmp_path, monkeypatch):
     path = tmp_path / "keys.json"
     write_keys(path, [new_key("alice")[1]])
     assert make_settings(tmp_path, host="0.0.0.0", keys=path).key_file == path
@@ -78,7 +78,7 @@ def test_keys_from_file_or_environment(tmp_path, monkeypatch):
     assert record.name == "ci"
 
 
-def test_cache_salt_is_kept_in_a_restart_and_none_if_the_cache_is_shared(tmp_path, monkeypatch):
+def test_cache_salt_survives_a_restart_and_is_none_if_the_cache_is_shared(tmp_path, monkeypatch):
     monkeypatch.setenv("PEAGLE_API_KEYS", "ci=0123456789abcdef")
     (record,) = make_settings(tmp_path).fixed_keys
     separate = make_settings(tmp_path)
@@ -87,7 +87,7 @@ def test_cache_salt_is_kept_in_a_restart_and_none_if_the_cache_is_shared(tmp_pat
     assert make_settings(tmp_path, share_prefix_cache=True).cache_salt(record) is None
 
 
-def test_models_of_the_gate(tmp_path):
+def test_gate_gets_the_limits_and_parsers_of_each_model(tmp_path):
     options = {"name": "b", "tool_call_parser": "hermes", "engine_args": {"reasoning_config": {}}}
     (plain, with_parsers) = make_settings(tmp_path, models=[{"name": "a"}, options]).models
     assert (plain.name, with_parsers.name) == ("a", "b")
@@ -97,7 +97,7 @@ def test_models_of_the_gate(tmp_path):
 
 
 def test_cores_are_divided_among_engines_and_batches(tmp_path, monkeypatch):
-    monkeypatch.setattr(app, "resolve_engine", lambda *_, **__: serve_models(ServeConfig())[0].engine)
+    monkeypatch.setattr(app, "resolve_engine", lambda *_, **__: resolve_models(ServeConfig())[0].engine)
 
     def placement(**options):
         return app.resolve(ServeConfig(**options), CPU, num_nodes=1, announce=print)[0].placement
@@ -119,11 +119,11 @@ def test_cores_are_divided_among_engines_and_batches(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("options", "has_code", "is_eager"),
+    ("options", "is_compiled", "is_eager"),
     [({}, False, True), ({}, True, False), ({"enforce_eager": False}, False, False), ({"models": [{}]}, False, True)],
 )
-def test_endpoint_on_a_cpu_is_eager_without_compiled_code(options, has_code, is_eager, monkeypatch, embedded_target):
-    monkeypatch.setattr("pipelines.batch.resolve.has_compiled_code", lambda *_: has_code)
+def test_endpoint_on_a_cpu_is_eager_without_compiled_code(options, is_compiled, is_eager, monkeypatch, embedded_target):
+    monkeypatch.setattr("pipelines.batch.resolve.has_compiled_code", lambda *_: is_compiled)
     messages = []
     (model,) = app.resolve(ServeConfig(drafter="none", **options), CPU, num_nodes=1, announce=messages.append)
     assert model.engine.spec.enforce_eager == is_eager
@@ -135,35 +135,35 @@ def test_engine_larger_than_a_node_is_refused(embedded_target):
         app.resolve(ServeConfig(tensor_parallel_size=16, drafter="none"), GPU, num_nodes=2, announce=print)
 
 
-def price_of(tmp_path, hardware, **options):
+def resolve_price(tmp_path, hardware, **options):
     config = ServeConfig(state=tmp_path, engine="fake", **options)
     return endpoint_price(config, hardware, app.resolve(config, hardware, num_nodes=1, announce=print))
 
 
 @pytest.mark.parametrize(("hardware", "device"), [(CPU, "vcpu"), (GPU, "accelerator")])
-def test_price_of_a_fake_engine(tmp_path, hardware, device):
-    assert price_of(tmp_path, hardware, usd_per_hour=1).device == device
+def test_fake_engine_is_billed_by_the_device_of_its_machine(tmp_path, hardware, device):
+    assert resolve_price(tmp_path, hardware, usd_per_hour=1).device == device
 
 
 def test_price_for_another_device_is_refused(tmp_path):
     with pytest.raises(
         PriceError, match=r"p5\.48xlarge is per accelerator, but the engines of fake are billed by the vcpu"
     ):
-        price_of(tmp_path, CPU, instance_type="p5.48xlarge", provider="aws")
+        resolve_price(tmp_path, CPU, instance_type="p5.48xlarge", provider="aws")
 
 
 def test_ledger_with_prices_for_another_device_is_refused(tmp_path):
     engine = EngineFacts(model="fake", drafter=None, num_devices=1, device="vcpu", usd_per_device_s=1)
     EngineAccount(tmp_path / "ledger", engine, heartbeat_s=300).end()
-    assert price_of(tmp_path, CPU, usd_per_hour=1)
+    assert resolve_price(tmp_path, CPU, usd_per_hour=1)
     with pytest.raises(PriceError, match="ledger: this ledger bills engines by the vcpu") as error:
-        price_of(tmp_path, GPU, usd_per_hour=1)
+        resolve_price(tmp_path, GPU, usd_per_hour=1)
     assert "--state" in error.value.hint
 
 
 def test_model_card_describes_drafter_and_limits(tmp_path):
     config = ServeConfig(state=tmp_path, name="a", max_replicas=3)
-    card = model_card(serve_models(config)[0], 9, CPU)
+    card = model_card(resolve_models(config)[0], 9, CPU)
     assert (card["id"], card["object"], card["owned_by"]) == ("a", "model", "peagle")
     assert card["peagle"] == {
         "target": "m",
@@ -181,8 +181,8 @@ def test_model_card_describes_drafter_and_limits(tmp_path):
 
 
 @pytest.fixture
-def inspections(monkeypatch):
-    """Return a function that simulates a growing cluster, and returns a function that counts the inspections.
+def grow_cluster(monkeypatch):
+    """Return a function that simulates a growing cluster. It returns a function that counts the inspections.
 
     Each argument is the result of an inspection: the hardware of a node, and the number of nodes.
     """
@@ -190,21 +190,21 @@ def inspections(monkeypatch):
     def simulate(*results, is_kubernetes=True):
         if is_kubernetes:
             monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
-        unseen = iter([hardware for hardware, _ in results])
-        counts = iter([num for _, num in results])
-        monkeypatch.setattr(app, "inspect", lambda: next(unseen))
-        monkeypatch.setattr(app, "num_nodes", lambda here: next(counts))
+        next_hardware = iter([hardware for hardware, _ in results])
+        next_num_nodes = iter([num for _, num in results])
+        monkeypatch.setattr(app, "inspect", lambda: next(next_hardware))
+        monkeypatch.setattr(app, "num_nodes", lambda hardware: next(next_num_nodes))
         monkeypatch.setattr(app, "_POLL_S", 0.0)
-        return lambda: len(results) - len(list(unseen))
+        return lambda: len(results) - len(list(next_hardware))
 
     return simulate
 
 
-ENDPOINT = {"max_replicas": 16, "drafter": "none"}
+ENDPOINT = {"max_replicas": 16, "drafter": "none"}  # needs two GPU nodes
 
 
-def test_kubernetes_application_waits_for_its_machines(inspections):
-    num_inspections = inspections((CPU, 1), (GPU, 1), (GPU, 2), (GPU, 2))
+def test_kubernetes_application_waits_for_its_machines(grow_cluster):
+    num_inspections = grow_cluster((CPU, 1), (GPU, 1), (GPU, 2), (GPU, 2))
     assert app._inspect(ServeConfig(instance_type="p5.48xlarge", **ENDPOINT)) is GPU
     assert num_inspections() == 3
 
@@ -212,19 +212,19 @@ def test_kubernetes_application_waits_for_its_machines(inspections):
 @pytest.mark.parametrize(
     ("instance_type", "is_kubernetes"), [("p5.48xlarge", False), ("c7a.large", True), (None, True)]
 )
-def test_no_wait_without_kubernetes_or_instance_type(inspections, instance_type, is_kubernetes):
-    num_inspections = inspections((CPU, 1), (GPU, 2), is_kubernetes=is_kubernetes)
+def test_no_wait_without_kubernetes_or_instance_type(grow_cluster, instance_type, is_kubernetes):
+    num_inspections = grow_cluster((CPU, 1), (GPU, 2), is_kubernetes=is_kubernetes)
     assert app._inspect(ServeConfig(instance_type=instance_type, **ENDPOINT)) is CPU
     assert num_inspections() == 1
 
 
-def test_wait_for_machines_is_limited(inspections, monkeypatch):
+def test_wait_for_machines_is_limited(grow_cluster, monkeypatch):
     monkeypatch.setattr(app, "_MACHINES_WAIT_S", 0.0)
-    inspections((CPU, 1))
+    grow_cluster((CPU, 1))
     assert app._inspect(ServeConfig(instance_type="p5.48xlarge", **ENDPOINT)) is CPU
 
 
-def node(num_accelerators):
+def gpu_node(num_accelerators):
     return Hardware(
         platform="cuda", memory_gib=80, free_memory_gib=80, num_cpus=32, accelerator="NVIDIA H100 80GB HBM3",
         num_accelerators=num_accelerators, compute_capability=(9, 0),
@@ -232,7 +232,7 @@ def node(num_accelerators):
 
 
 def placements_of(num_accelerators, num_nodes=1, **options):
-    return placements(ServeConfig(**options), node(num_accelerators), num_nodes=num_nodes)
+    return placements(ServeConfig(**options), gpu_node(num_accelerators), num_nodes=num_nodes)
 
 
 BIG_MODEL = {"name": "big", "tensor_parallel_size": 4}

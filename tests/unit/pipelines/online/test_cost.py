@@ -42,6 +42,7 @@ def test_operator_sees_all_keys_and_the_account(view):
     assert report["by_key"]["alice"]["usd"] == pytest.approx(2 * 2 * 0.01)
     assert report["by_key"]["bob"]["tokens_per_busy_usd"] == pytest.approx(300 / 0.06)
     assert report["total"]["num_output_tokens"] == 400
+    # The engine runs for 20 s: 5 s start, 5 s busy, 10 s idle.
     assert report["account"]["usd"]["total"] == pytest.approx(20 * 2 * 0.01)
     assert report["account"]["usd"]["idle"] == pytest.approx(10 * 2 * 0.01)
     assert report["account"]["tokens_per_usd"] == pytest.approx(400 / 0.4)
@@ -61,7 +62,7 @@ def test_report_counts_self_checks(view, engine_account, clock, tmp_path):
     assert view.report()["self_checks"]["passed"] == 1
 
 
-def test_window_of_the_report(engine_account, clock, tmp_path):
+def test_report_covers_only_its_window(engine_account, clock, tmp_path):
     start = engine_account._started_at
 
     def write_request(seconds, request_id):
@@ -69,7 +70,7 @@ def test_window_of_the_report(engine_account, clock, tmp_path):
         request.tally = AnswerTally(num_output_tokens=100)
         clock.now += seconds
         record = request.finish("ok")
-        finished_at = start + clock.now - 100
+        finished_at = start + clock.now - 100  # the fake clock starts at 100
         usage = replace(record.usage, started_at=finished_at - seconds, finished_at=finished_at)
         append_request(tmp_path / "ledger", replace(record, usage=usage))
 
@@ -84,7 +85,8 @@ def test_window_of_the_report(engine_account, clock, tmp_path):
     engine_account.end()
     view = CostView(tmp_path / "ledger", PRICE, now=lambda: start + clock.now - 100)
     report = view.report(window_s=240)
-    window_s = 470 - ((start + 230) // 60 * 60 - start)  # windows start at a whole minute
+    # The engine runs for 470 s, and 240 s before its end are second 230. Windows start at a whole minute.
+    window_s = 470 - ((start + 230) // 60 * 60 - start)
     assert report["total"]["num_requests"] == 1
     assert report["account"]["device_s"]["busy"] == pytest.approx(2 * 20)
     assert report["account"]["device_s"]["idle"] == pytest.approx(2 * (window_s - 20))
@@ -161,18 +163,18 @@ def test_first_read_of_the_ledger_blocks_no_threads(tmp_path, monkeypatch):
     assert view.spent_usd("alice") == 0
 
 
-@pytest.mark.parametrize(("days_ago", "step_s"), [(1, 60), (10, 3600), (90, 86_400)])
-def test_window_starts_at_a_whole_minute_hour_or_day(tmp_path, monkeypatch, days_ago, step_s):
-    monkeypatch.setattr("pipelines.online.totals._MIN_UNSAVED", 0)
+@pytest.mark.parametrize(("window_days", "step_s"), [(1, 60), (10, 3600), (90, 86_400)])
+def test_window_starts_at_a_whole_minute_hour_or_day(tmp_path, monkeypatch, window_days, step_s):
+    monkeypatch.setattr("pipelines.online.totals._MIN_UNSAVED", 0)  # merge old requests after each read
     now = 1_800_000_000.0
-    window_start = (now - days_ago * 86_400) // step_s * step_s
+    window_start = (now - window_days * 86_400) // step_s * step_s
     for number, finished_at in enumerate((window_start - 1, window_start, window_start + step_s - 1, now)):
         append_request(tmp_path, make_request_usage(str(number), started_at=finished_at - 0.5, finished_at=finished_at))
-    result = CostView(tmp_path, PRICE, now=lambda: now).report("alice", window_s=days_ago * 86_400)
+    result = CostView(tmp_path, PRICE, now=lambda: now).report("alice", window_s=window_days * 86_400)
     assert result["total"]["num_requests"] == 3
 
 
-def test_statement_equals_that_of_the_command(tmp_path):
+def test_statement_equals_the_output_of_the_command(tmp_path):
     write_endpoint(tmp_path)
     view = CostView(tmp_path / "ledger", PRICE)
     days = Days(day_of(timestamp(11, 3, 12)), day_of(timestamp(11, 4, 12)))
@@ -181,10 +183,10 @@ def test_statement_equals_that_of_the_command(tmp_path):
         assert view.statement(by, days) == statement(charges(ledger, days), by, days)
     by_key = {row["key"]: row["usd"] for row in view.statement(("key",), Days())["rows"]}
     assert by_key["alice"]["total"] == 6.88
-    assert by_key[""]["overhead"] == pytest.approx(8700 * 6.88 / 3600)
+    assert by_key[""]["overhead"] == pytest.approx(8700 * 6.88 / 3600)  # 600 s loading, 8100 s idle
 
 
-def test_statement_of_one_key(tmp_path):
+def test_statement_of_a_key_has_only_its_cost(tmp_path):
     write_endpoint(tmp_path)
     result = CostView(tmp_path / "ledger", PRICE).statement(("key",), Days(), "bob")
     assert [row["key"] for row in result["rows"]] == ["bob"]
@@ -205,7 +207,7 @@ def test_statement_survives_a_restart(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("period", "param"),
-    [
+    [  # start, end, by, window_s
         ((None, None, "kye", None), "by"),
         ((date(2026, 11, 2), date(2026, 11, 1), None, None), "end"),
         ((None, None, "key", 60.0), "window_s"),

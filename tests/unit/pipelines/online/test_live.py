@@ -60,7 +60,7 @@ def test_tokens_count_when_they_were_generated(write_request, view):
     write_request("1", ended_s_ago=10, duration_s=8.5, ttft_s=0.5, tokens=80)  # 8 s of 10 tokens/s, from 18 to 10 s ago
     report = view.report()
     assert report["total"]["output_tokens_per_s"] == pytest.approx(80 / 60)
-    series = report["series"]["output_tokens_per_s"]
+    series = report["series"]["output_tokens_per_s"]  # 30 points, one for every 2 s
     assert series[NUM_POINTS - 9 : NUM_POINTS - 5] == pytest.approx([10, 10, 10, 10])
     assert sum(series) * report["series"]["step_s"] == pytest.approx(80)
 
@@ -131,7 +131,7 @@ def test_metrics_are_cached_for_a_second(write_request, view, now):
     assert not view._steps
 
 
-def test_metrics_are_kept_in_a_restart(write_request, tmp_path, now, monkeypatch):
+def test_metrics_survive_a_restart(write_request, tmp_path, now, monkeypatch):
     monkeypatch.setattr("pipelines.online.totals._MIN_UNSAVED", 0)
     reports = []
     for number in range(2):
@@ -151,7 +151,7 @@ def run_watch(*reports):
     Returns:
         The messages, and the metrics that the watch of model "m" received.
     """
-    unread, received, messages = list(reports), [], []
+    unread, watched_metrics, messages = list(reports), [], []
 
     def report(*, window_s):
         by_model = unread.pop(0)
@@ -160,22 +160,22 @@ def run_watch(*reports):
         return {"by_model": by_model}
 
     def new_warnings(**metrics):
-        received.append(metrics)
-        return [f"check {len(received)}"]
+        watched_metrics.append(metrics)
+        return [f"check {len(watched_metrics)}"]
 
     stopped = SimpleNamespace(wait=lambda timeout: not unread)
     watch_drafters(
         {"m": SimpleNamespace(new_warnings=new_warnings)}, SimpleNamespace(report=report), stopped, messages.append
     )
-    return messages, received
+    return messages, watched_metrics
 
 
 METRICS = {"num_drafts": 900, "acceptance_length": 1.2, "requests_at_once": 7.5}
 
 
 def test_note_on_a_drafter_that_costs_more_than_it_saves(write_request, tmp_path, now):
-    view = LiveView(CostView(tmp_path / "ledger", PRICE, now=now), {"m": {1: 1.5, 8: 4.0}}, now=now)
-    for number in range(20):  # each has ten drafts, and two tokens per draft and its step
+    view = LiveView(CostView(tmp_path / "ledger", PRICE, now=now), {"m": {1: 1.5, 8: 4.0}}, now=now)  # by concurrency
+    for number in range(20):  # each has ten drafts and ten accepted tokens
         write_request(str(number), ended_s_ago=10)
         write_request(f"other {number}", ended_s_ago=10, model="unknown")
     assert view.report()["by_model"]["m"]["acceptance_length"] == 2.0
@@ -187,7 +187,7 @@ def test_note_on_a_drafter_that_costs_more_than_it_saves(write_request, tmp_path
     )
 
 
-def test_break_even_at_the_recent_concurrency(write_request, tmp_path, now):
+def test_break_even_is_read_at_the_recent_concurrency(write_request, tmp_path, now):
     view = LiveView(CostView(tmp_path / "ledger", PRICE, now=now), {"m": {1: 1.5, 8: 4.0}, "idle": {1: 2.0}}, now=now)
     assert view.break_even_by_model() == {}
     write_request("1", ended_s_ago=10)
@@ -205,15 +205,15 @@ def test_publishing_continues_after_read_errors(monkeypatch):
                 raise result
             return result
 
-    calls = []
+    published = []
     with pytest.raises(SystemExit):
-        publish_break_even_forever(View(), lambda model, length: calls.append((model, length)), every_s=0)
-    assert calls == [("m", 1.5)]
+        publish_break_even_forever(View(), lambda model, length: published.append((model, length)), every_s=0)
+    assert published == [("m", 1.5)]
 
 
 def test_watch_gets_the_metrics_of_its_model():
-    messages, received = run_watch({"m": METRICS, "other": METRICS}, {})
-    assert received == [{"num_drafts": 900, "acceptance_length": 1.2, "concurrency": 7.5}]
+    messages, watched_metrics = run_watch({"m": METRICS, "other": METRICS}, {})
+    assert watched_metrics == [{"num_drafts": 900, "acceptance_length": 1.2, "concurrency": 7.5}]
     assert messages == ["m: check 1"]
 
 

@@ -39,23 +39,23 @@ def progress_at(number, train_s=0.5):
     )  # fmt: skip
 
 
-def test_each_step_is_reported_once_when_a_resumed_training_truncates_the_file(tmp_path):
+def test_each_step_is_reported_once_when_a_resume_truncates_the_metrics(tmp_path):
     metrics, steps = Metrics(tmp_path), []
     listener = Listener(step=lambda progress: steps.append(progress.step))
     metrics.append(progress_at(1))
-    with _ProgressFollower(tmp_path, listener, FakeTrainingSession()):
+    with _ProgressFollower(tmp_path, listener, FakeSpending()):
         metrics.append(progress_at(2))
     assert steps == [2]
 
-    with _ProgressFollower(tmp_path, listener, FakeTrainingSession()):
+    with _ProgressFollower(tmp_path, listener, FakeSpending()):
         metrics.truncate(metrics.num_bytes // 2)
-        for number, train_s in ((2, 0.123456789), (3, 0.5), (4, 0.5)):
+        for number, train_s in ((2, 0.123456789), (3, 0.5), (4, 0.5)):  # a longer line for step 2
             metrics.append(progress_at(number, train_s))
     assert steps == [2, 3, 4]
 
 
-class FakeTrainingSession:
-    """A training session that records whether its work was saved or lost."""
+class FakeSpending:
+    """A training run's spending. It records whether work was saved or lost."""
 
     def __init__(self):
         self.records = []
@@ -66,7 +66,7 @@ class FakeTrainingSession:
 
 
 def test_checkpoint_saves_work_and_truncation_loses_it(tmp_path):
-    metrics, spending = Metrics(tmp_path), FakeTrainingSession()
+    metrics, spending = Metrics(tmp_path), FakeSpending()
     with _ProgressFollower(tmp_path, Listener(), spending):
         metrics.append(progress_at(1))
     assert spending.records == []
@@ -91,7 +91,7 @@ class WorkerGroupError(Exception):
         self.worker_failures = failures
 
 
-def test_last_line_of_the_first_worker_is_reported():
+def test_last_unindented_line_of_the_first_error_is_reported():
     traceback = "Traceback:\n  File ...\npeagle.errors.PeagleError: the loss is not finite\n  lower the learning rate\n"
     assert (
         _failure_reason(WorkerGroupError({0: Exception(traceback)}))
@@ -151,16 +151,16 @@ def test_trainer_errors_reach_the_caller(monkeypatch):
 
 def make_config(write_jsonl, **values):
     rows = [{"id": f"row-{i}", "prompt": f"count to {i}", "response": "1 2 3 " * (i + 2)} for i in range(12)]
-    small = {
+    defaults = {
         "prompts": write_jsonl(rows), "responses": "given", "num_layers": 1, "num_depths": 3, "draft_vocab_size": 40,
         "batch_tokens": 64, "precision": "fp32", "num_speculative_tokens": 3,
     }  # fmt: skip
-    return TrainConfig(**small | values)
+    return TrainConfig(**defaults | values)
 
 
 @pytest.fixture
 def worker_in_another_folder(monkeypatch, tmp_path):
-    """Replace Ray Train with one worker in this process with another working directory."""
+    """Replace Ray Train with one worker in this process. The worker has another working directory."""
 
     class Trainer:
         def __init__(self, work, *, train_loop_config, **_):
@@ -181,7 +181,7 @@ def worker_in_another_folder(monkeypatch, tmp_path):
     monkeypatch.setattr(distributed, "ProcessGroup", lambda _: SingleProcess())
 
 
-def test_workers_resume_a_training_with_relative_paths(
+def test_workers_resume_a_training_run_with_relative_paths(
     worker_in_another_folder, chat_target, write_jsonl, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
@@ -200,7 +200,7 @@ def test_workers_resume_a_training_with_relative_paths(
     ("requested", "num_gpus", "device"),
     [("auto", 0, "cpu"), ("auto", 2, "cuda"), ("cpu", 2, "cpu"), ("cuda", 2, "cuda")],
 )
-def test_cluster_hardware_determines_the_training_device(
+def test_training_device_is_the_requested_one_or_that_of_the_cluster(
     chat_target, write_jsonl, tmp_path, monkeypatch, requested, num_gpus, device
 ):
     devices = []
@@ -238,9 +238,9 @@ def test_workers_with_non_finite_loss_are_not_restarted(
 ):
     config = make_config(write_jsonl, model=str(chat_target), output=tmp_path / "out", time_budget_s=1e-9)
     train_head(config, Listener())
-    no_loss = BatchLoss.zeros(config.num_depths, "cpu")
-    no_loss = replace(no_loss, loss=torch.tensor(float("nan"), requires_grad=True))
-    monkeypatch.setattr("peagle.drafter.training.batch_loss", lambda *_, **__: no_loss)
+    nan_loss = BatchLoss.zeros(config.num_depths, "cpu")
+    nan_loss = replace(nan_loss, loss=torch.tensor(float("nan"), requires_grad=True))
+    monkeypatch.setattr("peagle.drafter.training.batch_loss", lambda *_, **__: nan_loss)
     message = r"step 1: the loss is not finite; documents row-\d.*\n  .* --init .*/out/head"
     with pytest.raises(DivergedError, match=message):
         train_on_workers(config.model_copy(update={"workers": 2}), Listener())
@@ -252,8 +252,8 @@ def test_names_that_are_not_paths_reach_workers_unchanged(tmp_path, monkeypatch)
     (tmp_path / "smollm2-135m").mkdir()
     sources = ["stdlib", "package:json", "mine.jsonl", "s3://bucket/mine.jsonl"]
     excluded = ["humaneval", "held.jsonl"]
-    parameters = _worker_config(TrainConfig(model="smollm2-135m", prompts=sources, output="out", exclude=excluded))
-    assert (parameters.model, parameters.init, parameters.features) == ("smollm2-135m", "warm", None)
-    assert parameters.exclude == ["humaneval", str(tmp_path / "held.jsonl")]
-    assert parameters.prompts == ["stdlib", "package:json", str(tmp_path / "mine.jsonl"), "s3://bucket/mine.jsonl"]
+    worker_config = _worker_config(TrainConfig(model="smollm2-135m", prompts=sources, output="out", exclude=excluded))
+    assert (worker_config.model, worker_config.init, worker_config.features) == ("smollm2-135m", "warm", None)
+    assert worker_config.exclude == ["humaneval", str(tmp_path / "held.jsonl")]
+    assert worker_config.prompts == ["stdlib", "package:json", str(tmp_path / "mine.jsonl"), "s3://bucket/mine.jsonl"]
     assert _worker_config(TrainConfig(model="org/name", prompts=sources, output="out")).model == "org/name"

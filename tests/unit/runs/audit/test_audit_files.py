@@ -47,7 +47,7 @@ def test_finished_run_is_clean(finished_run):
     assert audit.num_output_tokens == sum(usage.num_output_tokens for usage in finished_run.usages())
 
 
-def test_unfinished_run_has_only_a_note(start_run):
+def test_unfinished_run_has_only_notes(start_run):
     run = start_run().generate(0, 2)
     (run.data / ".unit-00000001.parquet.0.tmp").touch()
     (run.failed / "unit-00000001.cafe.jsonl").touch()
@@ -76,7 +76,7 @@ def test_missing_row_is_lost(finished_run):
     lost = Finding(kind="lost", where=UNIT_1, message="000000003: planned, but in no row and no dead letter")
     assert lost in findings
     assert Finding(kind="usage", where=UNIT_1, message="num_rows is 2 in the footer, but 1 in the rows") in findings
-    assert usage == finished_run.usage(1)
+    assert usage == finished_run.usage(1)  # the footer has not changed
 
 
 def test_repeated_row_and_row_of_another_unit_are_found(finished_run):
@@ -99,6 +99,7 @@ def test_wrong_usage_is_found(finished_run, name):
 
 def test_wrong_draft_counts_are_found(finished_run):
     rewrite_unit(finished_run, 1, speculation=finished_run.usage(1).speculation + finished_run.usage(1).speculation)
+    # One for each of num_drafts, num_draft_tokens and num_accepted_tokens.
     assert finding_kinds(finished_run) == ["usage", "usage", "usage"]
 
 
@@ -139,14 +140,14 @@ def test_wrong_columns_are_found(finished_run):
 
 
 def test_row_of_another_model_is_found(finished_run):
-    def other(table):
+    def with_other_model(table):
         return table.set_column(table.column_names.index("model"), "model", [["other"] * 2])
 
-    rewrite_unit(finished_run, 1, other)
+    rewrite_unit(finished_run, 1, with_other_model)
     assert single_finding(finished_run).message == "column 'model' has 'other', but the run used 'fake'"
 
 
-def test_files_that_are_not_of_the_run_are_found(finished_run):
+def test_files_that_do_not_belong_to_the_run_are_found(finished_run):
     for name in ("thesis.tex", "data/unit-x.parquet", "failed/notes.txt", "ledger/session.csv"):
         (finished_run.root / name).touch()
     shutil.copy(finished_run.unit_path(0), finished_run.unit_path(9))
@@ -157,7 +158,7 @@ def test_files_that_are_not_of_the_run_are_found(finished_run):
     assert {finding.kind for finding in findings} == {"foreign"}
 
 
-def plan_file(run):
+def plan_path(run):
     return run.root / run.manifest()["plan"]
 
 
@@ -173,15 +174,15 @@ def test_plan_that_the_manifest_does_not_name_is_found(finished_run):
 
 def test_damaged_plan_and_plan_of_another_corpus_are_found(finished_run, start_run):
     other = start_run([{"prompt": f"other {n}"} for n in range(7)], name="other").generate()
-    shutil.copy(plan_file(other), plan_file(finished_run))
+    shutil.copy(plan_path(other), plan_path(finished_run))
     assert any(
         "for a different corpus than run.json" in finding.message for finding in audit_run(finished_run).findings
     )
-    plan_file(finished_run).write_bytes(b"PAR1 cut off")
+    plan_path(finished_run).write_bytes(b"PAR1 cut off")
     assert finding_kinds(finished_run) == ["damaged"]
 
 
-def test_ledger_must_have_one_session_with_the_tokens_of_each_engine(finished_run):
+def test_ledger_must_have_one_session_per_engine_with_its_tokens(finished_run):
     path = finished_run.ledger / "session-engine.parquet"
     session = replace(finished_run.sessions()[0], num_output_tokens=1)
     finished_run.write_session(session)
@@ -195,7 +196,7 @@ def test_ledger_must_have_one_session_with_the_tokens_of_each_engine(finished_ru
     assert single_finding(finished_run).message == "engine process engine is recorded twice"
     copy.unlink()
     path.write_bytes(b"PAR1")
-    assert finding_kinds(finished_run) == ["damaged", *["ledger"] * 4]
+    assert finding_kinds(finished_run) == ["damaged", *["ledger"] * 4]  # one for each unit
 
 
 def test_retry_must_match_dead_letters(start_run):
@@ -207,6 +208,7 @@ def test_retry_must_match_dead_letters(start_run):
     fake_run.generate(4, 5)
     audit = audit_run(run)
     assert (audit.findings, audit.num_rows, audit.num_failed_rows, audit.num_rows_left) == ([], 6, 1, 0)
+    # Row 1 of unit 0 did not fail. Row 1 of unit 1 is already retried in unit 4.
     run.add_retries([Retry(unit=6, supersedes=0, rows=(1,)), Retry(unit=7, supersedes=1, rows=(1,))], number=2)
     assert [(finding.kind, finding.where) for finding in audit_run(run).findings] == [
         ("doubled", "unit-00000000.parquet"), ("plan", "unit 4"), ("plan", "unit 7"),
@@ -281,8 +283,9 @@ def test_changed_input_is_found_and_missing_input_is_a_note(finished_run, tmp_pa
 
 def test_input_of_older_runs_is_compared_with_their_fingerprint(finished_run):
     plan = finished_run.plan()
+    # Fingerprints of older versions have no prefix.
     older_plan = replace(plan, corpus_fingerprint=plan.corpus_fingerprint.removeprefix("2:"))
-    plan_file(finished_run).write_bytes(plan_to_bytes(older_plan))
+    plan_path(finished_run).write_bytes(plan_to_bytes(older_plan))
     manifest = (finished_run.root / "run.json").read_text()
     (finished_run.root / "run.json").write_text(
         manifest.replace(plan.corpus_fingerprint, older_plan.corpus_fingerprint)

@@ -20,9 +20,9 @@ from pipelines.online.gateway.routes import PASS, GatePass, GuardedRoute, Rule, 
 from pipelines.online.wire import path_refusal
 
 METHODS = ("GET", "POST", "DELETE", "HEAD", "OPTIONS", "PUT", "PATCH", "TRACE", "get", "Post", "")
-TABLE = tuple(ingress._ROUTES.values())
-# Parts of a raw path: line ends, slashes and dots after decoding, and lookalikes of letters.
-PIECES = [
+ROUTES = tuple(ingress._ROUTES.values())
+# Parts of an encoded path: line ends, slashes and dots after decoding, and lookalikes of letters.
+PATH_PIECES = [
     "%0A", "%0D", "%0D%0A", "%00", "%0B", "%0C", "%85", "%C2%85", "%E2%80%A8", "%E2%80%A9", "%7F", "%1B", "%20", "%09",
     "/", "//", "%2F", "%2f%2f", "/./", "/../", "%2e%2e/", ".", ";x", "?", "%3F", "#", "%23", "%25", "%250A",
     "\\", "%5C", "%C0%AF", "%FF", "%EF%BC%8F", "%C5%BF", "%E2%80%8B", "%EF%BB%BF", "A", "x", "0", "*", ":", "@",
@@ -44,28 +44,29 @@ def app(tmp_path_factory):
 @st.composite
 def paths(draw):
     """Paths similar to the path of a route: other parameters, insertions, swapped case, encoded letters."""
-    path = draw(st.sampled_from(TABLE)).path
+    path = draw(st.sampled_from(ROUTES)).path
     for name in ("{model:path}", "{name}", "{file_id}", "{batch_id}"):
         path = path.replace(name, draw(st.sampled_from(["x", "a/b", "", "..", "%2F", "content", "x/content", "ä"])))
     for _ in range(draw(st.integers(0, 3))):
-        at = draw(st.one_of(st.just(len(path)), st.integers(0, len(path))))
+        index = draw(st.one_of(st.just(len(path)), st.integers(0, len(path))))
         change = draw(st.sampled_from(["insert", "case", "encode", "cut", "repeat"]))
         if change == "insert":
-            path = path[:at] + draw(st.one_of(st.sampled_from(PIECES), st.text(max_size=2))) + path[at:]
+            path = path[:index] + draw(st.one_of(st.sampled_from(PATH_PIECES), st.text(max_size=2))) + path[index:]
         elif change == "case":
-            path = path[:at] + path[at : at + 1].swapcase() + path[at + 1 :]
+            path = path[:index] + path[index : index + 1].swapcase() + path[index + 1 :]
         elif change == "encode":
-            path = path[:at] + "".join(f"%{byte:02X}" for byte in path[at : at + 1].encode()) + path[at + 1 :]
+            escapes = "".join(f"%{byte:02X}" for byte in path[index : index + 1].encode())
+            path = path[:index] + escapes + path[index + 1 :]
         elif change == "cut":
-            path = path[:at] + path[at + 1 :]
+            path = path[:index] + path[index + 1 :]
         else:
-            path = path[:at] + path[max(0, at - 8) : at] + path[at:]
+            path = path[:index] + path[max(0, index - 8) : index] + path[index:]
     return path
 
 
-def scope_of(raw, method, prefix=""):
+def scope_of(raw_path, method, prefix=""):
     """Return the ASGI scope that uvicorn would make."""
-    path = prefix + urllib.parse.unquote(raw.partition("?")[0])
+    path = prefix + urllib.parse.unquote(raw_path.partition("?")[0])
     return {"type": "http", "method": method, "path": path, "root_path": prefix, "headers": [], "query_string": b""}
 
 
@@ -78,26 +79,26 @@ def router_match(app, scope):
 
 def gate_match(scope):
     try:
-        route = find_route(TABLE, scope)
+        route = find_route(ROUTES, scope)
     except ApiError:
         return None
     return route.method, route.path
 
 
 @settings(max_examples=2000, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
-@given(raw=paths(), method=st.sampled_from(METHODS), prefix=st.sampled_from(["", "/peagle", "/v1"]))
-@example(raw="/v1/chat/completions%0A", method="POST", prefix="")
-@example(raw="/v1/files/x/content%0A", method="GET", prefix="/peagle")
-def test_router_and_gate_match_the_same_route(app, raw, method, prefix):
-    scope = scope_of(raw, method, prefix)
+@given(raw_path=paths(), method=st.sampled_from(METHODS), prefix=st.sampled_from(["", "/peagle", "/v1"]))
+@example(raw_path="/v1/chat/completions%0A", method="POST", prefix="")
+@example(raw_path="/v1/files/x/content%0A", method="GET", prefix="/peagle")
+def test_router_and_gate_match_the_same_route(app, raw_path, method, prefix):
+    scope = scope_of(raw_path, method, prefix)
     if path_refusal(scope):
-        assume(router_match(app, scope) is not None)  # other paths need not be refused here
+        assume(router_match(app, scope) is not None)  # a path without a route may be refused for any reason
         assert not scope["path"].isprintable()
     else:
         assert router_match(app, scope) == gate_match(scope)
 
 
-@pytest.mark.parametrize("route", TABLE, ids=lambda route: f"{route.method} {route.path}")
+@pytest.mark.parametrize("route", ROUTES, ids=lambda route: f"{route.method} {route.path}")
 @pytest.mark.parametrize("end", ["%0A", "%0D", "%0D%0A", "%00", "%C2%85", "%E2%80%A8", "%7F", "%0B", "%1C"])
 def test_unprintable_path_is_refused_before_the_key_check(app, route, end):
     path = route.path.partition("{")[0] + ("x" if "{" in route.path else "") + end
@@ -109,18 +110,18 @@ def test_unprintable_path_is_refused_before_the_key_check(app, route, end):
 def test_every_route_is_guarded(app):
     assert {type(route) for route in app.router.routes} == {GuardedRoute}
     assert {(*route.methods, route.path) for route in app.router.routes} == {
-        (entry.method, entry.path) for entry in TABLE
+        (entry.method, entry.path) for entry in ROUTES
     }
     assert not app.router.redirect_slashes
 
 
-@pytest.mark.parametrize("route", TABLE, ids=lambda route: f"{route.method} {route.path}")
+@pytest.mark.parametrize("route", ROUTES, ids=lambda route: f"{route.method} {route.path}")
 def test_route_fails_without_the_gates_pass(app, route, caplog):
     """The pass is missing, forged, or for another route (if gate and router parsed the path differently)."""
-    other = next(entry for entry in TABLE if entry.rule is not route.rule)
+    other = next(entry for entry in ROUTES if entry.rule is not route.rule)
     scope = scope_of(route.path, route.method)
     forged = True, (route.method, route.path), GatePass(route=(route.method, "")), GatePass(route=("", route.path))
-    for wrong_scope in (scope, with_pass(scope, other), *({**scope, PASS: header} for header in forged)):
+    for wrong_scope in (scope, with_pass(scope, other), *({**scope, PASS: value} for value in forged)):
         with pytest.raises(ApiError) as error:
             asyncio.run(app.router(dict(wrong_scope), fail_on_message, fail_on_message))
         assert error.value.status == 500
@@ -158,7 +159,7 @@ def test_handler_gets_the_body_parsed_by_the_gate():
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/batches"])
 def test_body_that_the_gate_did_not_read_is_refused(app, path):
     """Otherwise, a route whose rule reads no body would accept a body of any size."""
-    (route,) = (entry for entry in TABLE if (entry.method, entry.path) == ("POST", path))
+    (route,) = (entry for entry in ROUTES if (entry.method, entry.path) == ("POST", path))
     with pytest.raises(ApiError) as error:
         asyncio.run(app.router(with_pass(scope_of(path, "POST"), route), fail_on_message, fail_on_message))
     assert error.value.status == 500
@@ -174,14 +175,14 @@ def test_websockets_are_refused(tmp_path):
     async def send(message):
         messages.append(message)
 
-    gate = Gate(app, GateSettings(models=(), ledger=tmp_path), TABLE)
+    gate = Gate(app, GateSettings(models=(), ledger=tmp_path), ROUTES)
     scope = {"type": "websocket", "path": "/v1/new", "root_path": "", "headers": [], "query_string": b""}
     asyncio.run(gate(scope, fail_on_message, send))
     assert messages == [{"type": "websocket.close", "code": 1008}]
 
 
 def test_each_route_has_the_expected_rule():
-    by_rule = {rule: {(entry.method, entry.path) for entry in TABLE if entry.rule is rule} for rule in Rule}
+    by_rule = {rule: {(entry.method, entry.path) for entry in ROUTES if entry.rule is rule} for rule in Rule}
     assert by_rule[Rule.OPEN] == {("GET", "/health")}
     public = ("/", "/page/{name}", "/docs", "/docs/{name}", "/openapi.json")
     assert by_rule[Rule.PAGE] == {("GET", path) for path in public}
@@ -201,7 +202,7 @@ def test_each_route_has_the_expected_rule():
 )  # fmt: skip
 def test_other_paths_and_methods_are_refused(method, path, expected):
     with pytest.raises(ApiError) as error:
-        find_route(TABLE, scope_of(path, method))
+        find_route(ROUTES, scope_of(path, method))
     assert error.value.status == expected
 
 
@@ -218,7 +219,7 @@ async def fail_on_message(*_):
     raise AssertionError("a message was read or sent")
 
 
-@pytest.mark.parametrize("route", TABLE, ids=lambda route: f"{route.method} {route.path}")
+@pytest.mark.parametrize("route", ROUTES, ids=lambda route: f"{route.method} {route.path}")
 def test_unknown_query_parameters_are_refused(app, route):
     (registered_route,) = [
         registered
@@ -230,4 +231,4 @@ def test_unknown_query_parameters_are_refused(app, route):
     with pytest.raises(ApiError) as error:
         asyncio.run(registered_route.handle(with_pass(scope, route, body=body), None, None))
     assert (error.value.status, error.value.code, error.value.param) == (422, "unknown_parameter", "form")
-    assert ("start" in error.value.message) == (route.path == "/v1/cost")
+    assert ("start" in error.value.message) == (route.path == "/v1/cost")  # the hint lists the path's parameters

@@ -19,19 +19,22 @@ USAGE = {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7, "prompt_
 DRAFTS = {"speculative_decoding": {"acceptance_histogram": [1, 1], "num_draft_tokens": 2}}
 
 
-def event(**fields):
+def make_event(**fields):
     return f"data: {json.dumps(fields)}\n\n"
 
 
-def token(text, count):
-    return event(choices=[{"delta": {"content": text}}], usage={"prompt_tokens": 5, "completion_tokens": count})
+def token_event(text, count):
+    return make_event(choices=[{"delta": {"content": text}}], usage={"prompt_tokens": 5, "completion_tokens": count})
 
 
-STREAM = [[token("Hé", 1), token("llo", 2)], [event(choices=[], usage=USAGE, metrics=DRAFTS), "data: [DONE]\n\n"]]
+STREAM = [
+    [token_event("Hé", 1), token_event("llo", 2)],
+    [make_event(choices=[], usage=USAGE, metrics=DRAFTS), "data: [DONE]\n\n"],
+]
 
 
 async def is_healthy():
-    """The engine is alive."""
+    """Succeed, as the check of a live engine does."""
 
 
 async def generate(items, error=None):
@@ -46,15 +49,15 @@ def is_usage_report(item):
     return isinstance(item, StreamEnd) and not item.text
 
 
-def relayed_items(account, answers, **options):
+def relayed_items(engine_account, answers, **options):
     async def collect():
-        relayed = relay(answers, partial(account.begin, CONTEXT), **options)
+        relayed = relay(answers, partial(engine_account.begin, CONTEXT), **options)
         return [item async for item in relayed if not is_usage_report(item)]
 
     return asyncio.run(collect())
 
 
-def record(tmp_path):
+def read_record(tmp_path):
     (request,) = RequestReader(tmp_path / "ledger").new()
     return request
 
@@ -82,7 +85,7 @@ def test_stream_reports_its_usage_to_the_gate(engine_account, shown_usage):
         assert len(sent_events) == (3 if shown_usage == "never" else 4)
 
 
-def test_record_of_a_stream(engine_account, clock, tmp_path):
+def test_record_of_a_stream_has_times_cost_and_tokens(engine_account, clock, tmp_path):
     engine_account.ready()
 
     async def slow_answers():
@@ -92,23 +95,23 @@ def test_record_of_a_stream(engine_account, clock, tmp_path):
         yield STREAM[1]
 
     relayed_items(engine_account, slow_answers(), shown_usage="last")
-    usage_record = record(tmp_path)
+    record = read_record(tmp_path)
     assert (
-        usage_record.request_id,
-        usage_record.key,
-        usage_record.model,
-        usage_record.drafter,
-        usage_record.outcome,
+        record.request_id,
+        record.key,
+        record.model,
+        record.drafter,
+        record.outcome,
     ) == ("r1", "alice", "m", "head", "ok")
-    assert usage_record.ttft_s == pytest.approx(2)
-    assert usage_record.usage.busy_s == pytest.approx(5)
-    assert usage_record.usd == pytest.approx(5 * 2 * 0.01)
+    assert record.ttft_s == pytest.approx(2)
+    assert record.usage.busy_s == pytest.approx(5)
+    assert record.usd == pytest.approx(5 * 2 * 0.01)
     assert (
-        usage_record.usage.num_prompt_tokens,
-        usage_record.usage.num_cached_tokens,
-        usage_record.usage.num_output_tokens,
+        record.usage.num_prompt_tokens,
+        record.usage.num_cached_tokens,
+        record.usage.num_output_tokens,
     ) == (5, 4, 2)
-    assert usage_record.usage.speculation.accepted_per_position == (1,)
+    assert record.usage.speculation.accepted_per_position == (1,)
 
 
 async def test_disconnected_stream_is_billed(engine_account, tmp_path):
@@ -125,7 +128,7 @@ async def test_disconnected_stream_is_billed(engine_account, tmp_path):
     async for _ in stream:
         break
     await stream.aclose()
-    assert (record(tmp_path).outcome, record(tmp_path).usage.num_output_tokens, closed) == ("cut", 2, [True])
+    assert (read_record(tmp_path).outcome, read_record(tmp_path).usage.num_output_tokens, closed) == ("cut", 2, [True])
 
 
 @pytest.mark.parametrize(("choices_per_prompt", "num_prompt_tokens"), [(1, 5 + 7 + 9), (2, 5 + 9)])
@@ -134,7 +137,7 @@ async def test_disconnected_stream_is_billed_for_every_prompt(
 ):
     def choice_event(index, prompt_tokens, count):
         usage = {"prompt_tokens": prompt_tokens, "completion_tokens": count}
-        return event(choices=[{"index": index, "text": "x"}], usage=usage)
+        return make_event(choices=[{"index": index, "text": "x"}], usage=usage)
 
     # With two choices per prompt, choices 0 and 1 belong to the same prompt.
     second_prompt_tokens = 7 if choices_per_prompt == 1 else 5
@@ -150,19 +153,19 @@ async def test_disconnected_stream_is_billed_for_every_prompt(
     await anext(stream)
     await anext(stream)
     await stream.aclose()
-    assert (record(tmp_path).outcome, record(tmp_path).usage.num_output_tokens) == ("cut", 6)
-    assert record(tmp_path).usage.num_prompt_tokens == num_prompt_tokens
+    assert (read_record(tmp_path).outcome, read_record(tmp_path).usage.num_output_tokens) == ("cut", 6)
+    assert read_record(tmp_path).usage.num_prompt_tokens == num_prompt_tokens
 
 
 class EngineDeadError(Exception):
     """A fake of vLLM's exception, which is recognised by its name."""
 
 
-FAILURE = event(error={"message": "See stack trace", "type": "InternalServerError", "param": None, "code": 500})
+FAILURE = make_event(error={"message": "See stack trace", "type": "InternalServerError", "param": None, "code": 500})
 
 
 @pytest.mark.parametrize(
-    "failure_events", [[[FAILURE], ["data: [DONE]\n\n"]], [[token("!", 3), FAILURE, "data: [DONE]\n\n"]]]
+    "failure_events", [[[FAILURE], ["data: [DONE]\n\n"]], [[token_event("!", 3), FAILURE, "data: [DONE]\n\n"]]]
 )
 @pytest.mark.parametrize("is_dead", [True, False])
 def test_failure_events_of_vllm_are_raised(engine_account, tmp_path, failure_events, is_dead):
@@ -188,9 +191,9 @@ def test_failure_events_of_vllm_are_raised(engine_account, tmp_path, failure_eve
 @pytest.mark.parametrize(
     "text",
     [
-        event(error={"message": "no"}),
-        event(error="no"),
-        token('{"error": {"code": 500}}', 1),
+        make_event(error={"message": "no"}),
+        make_event(error="no"),
+        token_event('{"error": {"code": 500}}', 1),
         'data: "error"\n\n',
     ],
 )
@@ -246,7 +249,7 @@ SEQUENCE = SimpleNamespace(
 
 
 @pytest.mark.parametrize("constraint", ["response_format", None])
-def test_constraint_without_a_valid_token_is_refused(constraint):
+def test_generation_error_is_a_refusal_only_with_a_constraint(constraint):
     from vllm.exceptions import GenerationError
 
     async def read(answers):
@@ -262,9 +265,9 @@ def test_constraint_without_a_valid_token_is_refused(constraint):
 
 
 def test_stream_with_an_error_event_is_recorded_as_failed(engine_account, tmp_path):
-    out = relayed_items(engine_account, generate([[event(error={"message": "no"})]]), shown_usage="last")
-    assert next(events(out[0][0])) == {"error": {"message": "no"}}
-    assert record(tmp_path).outcome == "failed"
+    items = relayed_items(engine_account, generate([[make_event(error={"message": "no"})]]), shown_usage="last")
+    assert next(events(items[0][0])) == {"error": {"message": "no"}}
+    assert read_record(tmp_path).outcome == "failed"
 
 
 class FakeWholeAnswer(SimpleNamespace):
@@ -280,7 +283,7 @@ class FakeWholeAnswer(SimpleNamespace):
     [
         FakeWholeAnswer(usage=USAGE, metrics=DRAFTS),
         SimpleNamespace(error=SimpleNamespace(code=400)),
-        [event(error={"message": "no"})],
+        [make_event(error={"message": "no"})],
     ],
 )
 def test_no_ttft_without_a_first_token(engine_account, clock, tmp_path, answer):
@@ -289,16 +292,16 @@ def test_no_ttft_without_a_first_token(engine_account, clock, tmp_path, answer):
         yield answer
 
     relayed_items(engine_account, slow_answers(), shown_usage="last")
-    assert record(tmp_path).ttft_s is None
+    assert read_record(tmp_path).ttft_s is None
 
 
-def test_whole_answer_contains_the_summary(engine_account, tmp_path):
+def test_whole_answer_contains_cost_and_acceptance(engine_account, tmp_path):
     (answer,) = relayed_items(
         engine_account, generate([FakeWholeAnswer(usage=USAGE, metrics=DRAFTS)]), shown_usage="last"
     )
     assert answer.reported["peagle"]["acceptance_length"] == 1.5
     assert json.loads(answer.body) == answer.reported
-    assert record(tmp_path).usage.num_output_tokens == 2
+    assert read_record(tmp_path).usage.num_output_tokens == 2
 
 
 async def test_cancelled_whole_answer_is_billed(engine_account, clock, tmp_path):
@@ -315,8 +318,8 @@ async def test_cancelled_whole_answer_is_billed(engine_account, clock, tmp_path)
     reader.cancel()
     await asyncio.wait([reader])
     assert reader.cancelled()
-    cut = record(tmp_path)
-    assert (cut.outcome, cut.usage.num_output_tokens, cut.usd) == ("cut", 0, pytest.approx(2 * 2 * 0.01))
+    record = read_record(tmp_path)
+    assert (record.outcome, record.usage.num_output_tokens, record.usd) == ("cut", 0, pytest.approx(2 * 2 * 0.01))
 
 
 def test_crashed_engine_leaves_no_record(engine_account, tmp_path):
@@ -334,7 +337,7 @@ async def test_answer_ends_after_its_record_is_on_disk(engine_account, tmp_path,
 
     answers = [asyncio.create_task(collect_answer(engine_account, name)) for name in ("r1", "r2")]
     for _ in range(20):
-        await asyncio.sleep(0.01)  # works, because the event loop is not blocked
+        await asyncio.sleep(0.01)  # the event loop is not blocked
     ended_before = [task.done() for task in answers]
     may_end.set()
     await asyncio.gather(*answers)
@@ -364,7 +367,7 @@ async def collect_answer(engine_account, name):
     return [item async for item in relay(answers, begin, shown_usage="last")]
 
 
-REFUSAL = event(error={"message": "no", "code": 400})
+REFUSAL = make_event(error={"message": "no", "code": 400})
 
 
 @pytest.mark.parametrize(
@@ -373,7 +376,7 @@ REFUSAL = event(error={"message": "no", "code": 400})
         ([[REFUSAL, "data: [DONE]\n\n"]], [("refused", 400)]),
         ([[REFUSAL], ["data: [DONE]\n\n"]], [("refused", 400)]),
         (STREAM, STREAM),
-        ([[token("a", 1)], [REFUSAL]], [[token("a", 1)], [REFUSAL]]),
+        ([[token_event("a", 1)], [REFUSAL]], [[token_event("a", 1)], [REFUSAL]]),
         ([[]], [[]]),
     ],
 )

@@ -15,7 +15,7 @@ from pipelines.online.serve import proxy
 from pipelines.online.serve.proxy import ProxyMiddleware, middlewares, require_certificate
 
 GATE_HEADER = (b"x-peagle-request-id", b"r")  # marks answers of the gate
-EVENTS = (b"content-type", b"text/event-stream; charset=utf-8")
+EVENT_STREAM = (b"content-type", b"text/event-stream; charset=utf-8")
 
 
 def start(status, *headers):
@@ -26,38 +26,38 @@ def body(text=b"", more_body=False):
     return {"type": "http.response.body", "body": text, "more_body": more_body}
 
 
-def responses(proxy, *, kind="http", path="/v1/models", headers=(), method="GET"):
-    """Return what a client receives through this proxy."""
+def messages_through(ray_proxy, *, kind="http", path="/v1/models", headers=(), method="GET"):
+    """Return the messages that the middleware sends to a client."""
     sent = []
 
     async def send(message):
         sent.append(message)
 
     scope = {"type": kind, "path": path, "headers": list(headers), "method": method}
-    asyncio.run(ProxyMiddleware(proxy)(scope, None, send))
+    asyncio.run(ProxyMiddleware(ray_proxy)(scope, None, send))
     return sent
 
 
-def received(*messages, error=None, **request):
+def client_messages(*messages, error=None, **request):
     """Return what a client receives if the proxy sends these messages and then raises `error`, if given."""
 
-    async def proxy(scope, receive, send):
+    async def ray_proxy(scope, receive, send):
         for message in messages:
             await send(message)
         if error:
             raise error
 
-    return responses(proxy, **request)
+    return messages_through(ray_proxy, **request)
 
 
 def forwarded_headers(*headers, **request):
     """Return the client's headers that reach the proxy."""
     seen = []
 
-    async def proxy(scope, receive, send):
+    async def ray_proxy(scope, receive, send):
         seen.extend(scope["headers"])
 
-    responses(proxy, headers=headers, **request)
+    messages_through(ray_proxy, headers=headers, **request)
     return seen
 
 
@@ -76,7 +76,7 @@ def messages_without_route(path):
     "messages",
     [
         (start(200, GATE_HEADER), body(b"all")),
-        (start(200, GATE_HEADER, EVENTS), body(b"data: 1\n\n", True), body()),
+        (start(200, GATE_HEADER, EVENT_STREAM), body(b"data: 1\n\n", True), body()),
         (start(503, GATE_HEADER), body(b"from the gate")),
         (start(404, GATE_HEADER), body(b"from the gate")),
         (start(404), body(b"no such route")),
@@ -85,12 +85,12 @@ def messages_without_route(path):
     ],
 )
 def test_answers_of_the_ingress_are_unchanged(messages):
-    assert received(*messages) == list(messages)
+    assert client_messages(*messages) == list(messages)
 
 
 @pytest.mark.parametrize("messages", [(), (start(500), body(b"ActorDiedError: ray::Secret")), (start(503), body(b"x"))])
 def test_crashed_ingress_is_503(messages):
-    head, text = received(*messages)
+    head, text = client_messages(*messages)
     assert head["status"] == 503
     assert int(dict(head["headers"])[b"retry-after"]) > 0
     assert int(dict(head["headers"])[b"content-length"]) == len(text["body"])
@@ -101,7 +101,7 @@ def test_crashed_ingress_is_503(messages):
 def test_missing_endpoint_is_503(path):
     messages = messages_without_route(path)
     assert messages[0]["status"] == 404
-    head, text = received(*messages, path=path)
+    head, text = client_messages(*messages, path=path)
     assert head["status"] == 503
     assert int(dict(head["headers"])[b"retry-after"]) > 0
     assert json.loads(text["body"])["error"]["code"] == "overloaded"
@@ -110,13 +110,13 @@ def test_missing_endpoint_is_503(path):
 @pytest.mark.parametrize("path", ["/", "/another/application"])
 def test_404_of_other_paths_is_unchanged(path):
     messages = messages_without_route(path)
-    assert received(*messages, path=path) == messages
+    assert client_messages(*messages, path=path) == messages
 
 
 @pytest.mark.parametrize("error", [None, KeyError("Secret")])
 def test_interrupted_stream_ends_with_an_error_event(error):
-    sent = [start(200, GATE_HEADER, EVENTS), body(b"data: 1\n\n", True)]
-    *first, last = received(*sent, error=error)
+    sent = [start(200, GATE_HEADER, EVENT_STREAM), body(b"data: 1\n\n", True)]
+    *first, last = client_messages(*sent, error=error)
     assert first == sent
     assert not last["more_body"]
     assert json.loads(last["body"].removeprefix(b"data: "))["error"]["type"] == "overloaded_error"
@@ -124,7 +124,7 @@ def test_interrupted_stream_ends_with_an_error_event(error):
 
 @pytest.mark.parametrize("path", ["/v1/models", "/another/application"])
 def test_failure_of_the_proxy_is_503(path):
-    head, text = received(error=KeyError("Secret"), path=path)
+    head, text = client_messages(error=KeyError("Secret"), path=path)
     assert head["status"] == 503
     assert json.loads(text["body"])["error"]["code"] == "overloaded"
 
@@ -133,16 +133,16 @@ def test_failure_of_the_proxy_is_503(path):
     "messages",
     [
         (start(500), body(b"its own page")),
-        (start(503, EVENTS), body(b"in ", True), body(b"pieces")),
-        (start(200, EVENTS), body(b"data: 1\n\n", True)),
+        (start(503, EVENT_STREAM), body(b"in ", True), body(b"pieces")),
+        (start(200, EVENT_STREAM), body(b"data: 1\n\n", True)),
     ],
 )
 def test_answers_of_other_applications_are_unchanged(messages):
-    assert received(*messages, path="/another/application") == list(messages)
+    assert client_messages(*messages, path="/another/application") == list(messages)
 
 
 def test_answers_of_the_gate_are_recognised_on_any_path():
-    *_, last = received(start(200, GATE_HEADER, EVENTS), body(b"data: 1\n\n", True), path="/elsewhere")
+    *_, last = client_messages(start(200, GATE_HEADER, EVENT_STREAM), body(b"data: 1\n\n", True), path="/elsewhere")
     assert b"overloaded_error" in last["body"]
 
 
@@ -169,12 +169,13 @@ def test_control_headers_of_clients_are_removed(control_headers, kind):
 
 
 def test_long_logged_values_are_removed_or_refused(control_headers):
-    """Ray writes the method, the path and the id of each request into its logs."""
+    """Ray logs the method, the path, and the request and session ids."""
     _, logged = control_headers
     path = "/another/application"
     assert forwarded_headers(*((name, b"x" * 129) for name in logged), path=path) == []
+    # The path and the method are one character too long.
     for request, status in (({"path": "/" + "x" * 2048}, 414), ({"method": "X" * 17}, 405)):
-        head, _ = responses(None, **request)
+        head, _ = messages_through(None, **request)
         assert head["status"] == status
 
 
@@ -186,14 +187,15 @@ def test_undecodable_headers_are_removed(control_headers, kind, path):
     assert forwarded_headers(*unreadable, other, kind=kind, path=path) == [other]
 
 
-def test_other_scopes_pass_unchanged():
-    assert received({"type": "lifespan.startup.complete"}, kind="lifespan") == [{"type": "lifespan.startup.complete"}]
+def test_lifespan_messages_are_unchanged():
+    message = {"type": "lifespan.startup.complete"}
+    assert client_messages(message, kind="lifespan") == [message]
 
 
 def test_import_path_names_the_middlewares(monkeypatch):
     from uvicorn.protocols.http import auto
 
-    monkeypatch.setattr(auto, "AutoHTTPProtocol", auto.AutoHTTPProtocol)  # `middlewares` replaces it
+    monkeypatch.setattr(auto, "AutoHTTPProtocol", auto.AutoHTTPProtocol)  # monkeypatch restores it
     module, _, name = proxy.IMPORT_PATH.partition(":")
     assert (module, name) == (proxy.__name__, "middlewares")
     (middleware,) = middlewares()
@@ -233,7 +235,7 @@ def test_ray_reads_the_log_rotation_variables():
     ]
 
 
-async def test_text_of_rays_404():
+async def test_rays_404_has_the_expected_text():
     from ray.serve._private.proxy import HTTPProxy
 
     request = SimpleNamespace(path="/v1/models")
@@ -259,9 +261,9 @@ def test_header_names_are_those_of_ray():
 
 @pytest.mark.parametrize("end", ["\n", "\r", "\x00", "\x85", "\u2028", "\x7f"])
 def test_unprintable_api_path_is_refused(end):
-    head, answer = received(start(200), body(b"all"), path=f"/v1/models{end}")
+    head, answer = client_messages(start(200), body(b"all"), path=f"/v1/models{end}")
     assert (head["status"], json.loads(answer["body"])["error"]["code"]) == (400, "invalid_path")
-    assert received(start(200), body(b"all"), path=f"/another{end}") == [start(200), body(b"all")]
+    assert client_messages(start(200), body(b"all"), path=f"/another{end}") == [start(200), body(b"all")]
 
 
 NEW_KEY = ("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-days", "2")
@@ -281,14 +283,14 @@ def certificates(tmp_path_factory):
 def check_certificate(tmp_path, certificates):
     """Return a function that writes a certificate and a key, and checks them."""
 
-    def require(certificate=certificates["one.pem"], key=certificates["one.key"], mode=0o600):
+    def check(certificate=certificates["one.pem"], key=certificates["one.key"], mode=0o600):
         cert_path, key_path = tmp_path / "cert.pem", tmp_path / "key.pem"
         cert_path.write_bytes(certificate)
         key_path.write_bytes(key)
         key_path.chmod(mode)
         require_certificate(cert_path, key_path)
 
-    return require
+    return check
 
 
 @pytest.mark.parametrize("mode", [0o400, 0o600, 0o640])

@@ -43,7 +43,7 @@ async def app(scope, receive, send):
 @pytest.fixture(autouse=True)
 def short_limit(monkeypatch):
     monkeypatch.setattr(slow_clients, "HEADERS_LIMIT_S", LIMIT_S)
-    # Set to its own value, so that monkeypatch restores it after a test replaces it.
+    # Setting the class to itself makes monkeypatch restore it after the test.
     monkeypatch.setattr(auto, "AutoHTTPProtocol", auto.AutoHTTPProtocol)
 
 
@@ -110,14 +110,14 @@ def trickle(client, data):
     return len(data)
 
 
-def answer(client):
+def read_answer(client):
     output = client.recv(65_536)
     while not output.endswith(b"ok"):
         output += client.recv(65_536)
     return output
 
 
-def check_408(message):
+def assert_is_408(message):
     head, _, body = message.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 408 ")
     assert b"connection: close" in head
@@ -135,52 +135,52 @@ def test_slow_headers_get_408(client):
     assert trickle(client, HEAD) < len(HEAD)
     client.settimeout(10)
     data, _ = read_to_end(client)
-    check_408(data)
+    assert_is_408(data)
 
 
-@pytest.mark.parametrize("partial", [HEAD, b"G"])
-def test_slow_headers_of_the_next_request_get_408(client, partial):
+@pytest.mark.parametrize("incomplete", [HEAD, b"G"])
+def test_slow_headers_of_the_next_request_get_408(client, incomplete):
     client.sendall(REQUEST)
-    assert answer(client).startswith(b"HTTP/1.1 200 ")
-    client.sendall(partial)
+    assert read_answer(client).startswith(b"HTTP/1.1 200 ")
+    client.sendall(incomplete)
     data, took_s = read_to_end(client)
-    check_408(data)
+    assert_is_408(data)
     assert took_s < 8 * LIMIT_S
 
 
 def test_empty_lines_do_not_keep_a_connection_open():
     with connected_to(slow_clients.with_limits(HttpToolsProtocol)) as client:  # h11 refuses empty lines
         client.sendall(REQUEST)
-        answer(client)
+        read_answer(client)
         assert trickle(client, b"\r\n" * 20) < 40
 
 
 def test_slow_body_after_an_early_answer_closes_the_connection(client):
     client.sendall(HEAD.replace(b"/", b"/early", 1) + b"\r\n")
-    assert answer(client).startswith(b"HTTP/1.1 200 ")
+    assert read_answer(client).startswith(b"HTTP/1.1 200 ")
     client.sendall(b"b")
     _, took_s = read_to_end(client)
     assert took_s < 8 * LIMIT_S
 
 
 @pytest.mark.parametrize(("protocol", "status"), [(HttpToolsProtocol, b"431"), (H11Protocol, b"400")])
-@pytest.mark.parametrize("partial", [b"GET /", b"GET / HTTP/1.1\r\nx", b"GET / HTTP/1.1\r\nx: "])
-def test_endless_headers_are_refused(protocol, status, partial):
+@pytest.mark.parametrize("incomplete", [b"GET /", b"GET / HTTP/1.1\r\nx", b"GET / HTTP/1.1\r\nx: "])
+def test_endless_headers_are_refused(protocol, status, incomplete):
     with connected_to(slow_clients.with_limits(protocol)) as client:
         client.sendall(REQUEST)
-        answer(client)
-        client.sendall(partial + b"x" * (slow_clients.MAX_HEADER_BYTES - len(partial)))
+        read_answer(client)
+        client.sendall(incomplete + b"x" * (slow_clients.MAX_HEADER_BYTES - len(incomplete)))
         client.sendall(b"x")
         data, _ = read_to_end(client)
     assert data.startswith(b"HTTP/1.1 " + status)
     assert b"connection: close" in data
 
 
-@pytest.mark.parametrize("partial", [b"0\r\nx: ", b"4;x="])
-def test_endless_trailers_and_extensions_are_refused(partial):
+@pytest.mark.parametrize("incomplete", [b"0\r\nx: ", b"4;x="])
+def test_endless_trailers_and_extensions_are_refused(incomplete):
     head = HEAD.replace(b"content-length: 4", b"transfer-encoding: chunked") + b"\r\n4\r\nbody\r\n"
     with connected_to(slow_clients.with_limits(HttpToolsProtocol)) as client, contextlib.suppress(ConnectionError):
-        client.sendall(head + partial + b"x" * READ_BYTES)
+        client.sendall(head + incomplete + b"x" * READ_BYTES)
         client.sendall(b"x" * 2 * slow_clients.MAX_HEADER_BYTES)
         assert read_to_end(client)[0] == b""
 
@@ -189,9 +189,9 @@ def test_endless_trailers_and_extensions_are_refused(partial):
 def test_long_body_is_accepted(client, path):
     body = b"x" * 2 * READ_BYTES
     client.sendall(HEAD.replace(b"/", path, 1).replace(b": 4", f": {len(body)}".encode()) + b"\r\n" + body)
-    assert answer(client).startswith(b"HTTP/1.1 200 ")
+    assert read_answer(client).startswith(b"HTTP/1.1 200 ")
     client.sendall(REQUEST)
-    assert answer(client).startswith(b"HTTP/1.1 200 ")
+    assert read_answer(client).startswith(b"HTTP/1.1 200 ")
 
 
 def test_slow_body_and_idle_connection_are_accepted(client):
@@ -199,11 +199,11 @@ def test_slow_body_and_idle_connection_are_accepted(client):
     for piece in (b"b", b"o", b"d", b"y"):
         time.sleep(LIMIT_S)
         client.sendall(piece)
-    assert answer(client).startswith(b"HTTP/1.1 200 ")
+    assert read_answer(client).startswith(b"HTTP/1.1 200 ")
     assert is_open(client)
     client.settimeout(10)
     client.sendall(REQUEST)
-    assert answer(client).startswith(b"HTTP/1.1 200 ")
+    assert read_answer(client).startswith(b"HTTP/1.1 200 ")
 
 
 def test_websocket_has_no_limit(client):
@@ -238,7 +238,7 @@ def test_rays_proxies_have_the_header_timeout(monkeypatch):
         await task
         return data
 
-    check_408(asyncio.run(response_to_half_a_header()))
+    assert_is_408(asyncio.run(response_to_half_a_header()))
 
 
 # --- clients that do not read
@@ -280,7 +280,7 @@ def reader(server):
         yield client
 
 
-def num_read(client, pause_s=0.0):
+def count_until_closed(client, pause_s=0.0):
     """Read until the connection ends; return the number of bytes."""
     total = 0
     with contextlib.suppress(ConnectionError):
@@ -316,7 +316,7 @@ def test_connection_of_a_very_slow_reader_is_closed(server, reader):
 def test_slow_reader_gets_the_whole_answer(reader):
     """The time limit applies to each read, not to the whole answer."""
     started_at = time.monotonic()
-    assert num_read(reader, pause_s=READER_LIMIT_S / 40) > NUM_BYTES
+    assert count_until_closed(reader, pause_s=READER_LIMIT_S / 40) > NUM_BYTES
     assert time.monotonic() - started_at > READER_LIMIT_S
 
 
@@ -337,7 +337,7 @@ class SlowConnection:
         ([(("a",), 20, 0.0), (("a",), 20, 1.0)], 1),  # one address
         ([(("a", "k"), 20, 0.0), (("b", "l"), 20, 0.0)], 0),
         ([(("a", "k"), 20, 97.0), (("b", "k"), 20, 98.0)], 0),  # not slow for long enough
-        ([(("a", "k"), 40, 98.0), (("b", "k"), 1, 0.0)], 1),
+        ([(("a", "k"), 40, 98.0), (("b", "k"), 1, 0.0)], 1),  # the smaller connection is slow
     ],
 )
 def test_slowest_connections_are_closed_beyond_the_limit(monkeypatch, connections, num_aborted):
@@ -381,7 +381,7 @@ def test_application_does_not_wait_for_a_slow_client(server):
         while "owners" not in observed:
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        assert num_read(client) >= NUM_BYTES
+        assert count_until_closed(client) >= NUM_BYTES
     assert observed["owners"] == ("127.0.0.1", "key")
     assert observed["unread"] >= observed["queued"] > NUM_BYTES // 2
     assert observed["queued_after_drain"] == 0
