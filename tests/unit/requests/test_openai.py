@@ -172,9 +172,7 @@ def test_several_choices_with_logprobs_parse_in_openai_client():
     first = chat.choices[0].logprobs.content[0]
     assert (first.token, first.bytes, first.logprob) == ("é", [195, 169], -0.5)
     assert [(top.token, top.logprob) for top in first.top_logprobs] == [("é", -0.5), ("e", -1.0)]
-    answer = parse_strictly(
-        Completion, make_line(make_row(completions=COMPLETIONS), is_chat=False)["response"]["body"]
-    )
+    answer = parse_strictly(Completion, make_line(make_row(completions=COMPLETIONS), is_chat=False)["response"]["body"])
     logprobs = answer.choices[0].logprobs
     assert (logprobs.tokens, logprobs.text_offset, logprobs.token_logprobs) == (["é", " x"], [0, 1], [-0.5, -0.1])
     assert logprobs.top_logprobs == [{"é": -0.5, "e": -1.0}, {}]
