@@ -41,10 +41,10 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     from jobs.models import speculation_rows
     from peagle.catalog.add_head import add_head
     from peagle.catalog.drafters import find_head
-    from peagle.catalog.shipped_heads import whole_head
+    from peagle.catalog.shipped_heads import complete_head
 
     added = add_head(
-        whole_head(Path(find_head(args.head))),
+        complete_head(Path(find_head(args.head))),
         target=args.target,
         name=args.name,
         num_speculative_tokens=args.num_speculative_tokens,

@@ -33,13 +33,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     """Convert, and print the errors and sizes."""
     from peagle.catalog.drafters import find_head
-    from peagle.catalog.shipped_heads import whole_head
+    from peagle.catalog.shipped_heads import complete_head
     from peagle.drafter.fp8_folder import dequantize_head, quantize_head
     from peagle.errors import ConfigError
 
     if args.dequantize and args.keep:
         raise ConfigError("--keep names tensors that are not quantised; it cannot be used with --dequantize")
-    head = whole_head(Path(find_head(args.head)))
+    head = complete_head(Path(find_head(args.head)))
     if args.dequantize:
         conversion = dequantize_head(head, args.output)
     else:

@@ -25,7 +25,7 @@ KEYS = {
     "loss": "heads are trained with KL divergence; leave it out",
     "further_layers": "added layers start as the identity; use `python -m benchmarks.drafter.unroll` to unroll a head",
     "notice_s": "plans count interruptions without notice; leave it out",
-    "renew": "run `python benchmarks/prices/renew.py CLONE` in a clone of this repository",
+    "renew": "run `python benchmarks/prices/renew.py CLONE` here; CLONE is a clone of skypilot-catalog",
 }
 """What to do instead of using a removed key, or the removed flag of the same name."""
 VALUES = {

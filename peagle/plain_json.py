@@ -133,6 +133,6 @@ def _duration(value: datetime.timedelta) -> str:
 def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):  # a map is a list of pairs
+    if isinstance(value, list | tuple):  # Arrow's maps are lists of pairs
         return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

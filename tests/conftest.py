@@ -139,17 +139,17 @@ def embedded_target():
 @pytest.fixture(scope="session")
 def shipped_head():
     """Folder of the shipped P-EAGLE head, with all its weights."""
-    from peagle.catalog.shipped_heads import HEADS_FOLDER, whole_head
+    from peagle.catalog.shipped_heads import HEADS_FOLDER, complete_head
 
-    return whole_head(HEADS_FOLDER / "smollm2-135m-peagle")
+    return complete_head(HEADS_FOLDER / "smollm2-135m-peagle")
 
 
 @pytest.fixture(scope="session")
 def shipped_eagle3():
     """Folder of the shipped EAGLE-3 head, with all its weights."""
-    from peagle.catalog.shipped_heads import HEADS_FOLDER, whole_head
+    from peagle.catalog.shipped_heads import HEADS_FOLDER, complete_head
 
-    return whole_head(HEADS_FOLDER / "smollm2-135m-eagle3")
+    return complete_head(HEADS_FOLDER / "smollm2-135m-eagle3")
 
 
 @pytest.fixture(scope="session")

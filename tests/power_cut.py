@@ -2,8 +2,8 @@
 
 `recording(folder)` records each `fsync`. For a file, it records the bytes at that moment. For a folder, it records the
 names and the files to which they refer. `Disk.images` creates the possible contents of the folder after a power cut at
-this moment. In the worst image, every name, deletion and byte that was not synced is lost. In the other images, each
-unsynced change is present at random.
+the time of the call. In the worst image, every name, deletion and byte that was not synced is lost. In the other
+images, each unsynced change is present at random.
 
 Real file systems keep more, so code that is correct in this model is correct on them. `test_power_cut.py` also uses a
 real ext4 file system.

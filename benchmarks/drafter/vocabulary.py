@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from peagle.catalog.folders import read_config
-from peagle.catalog.shipped_heads import rows_of, whole_head
+from peagle.catalog.shipped_heads import complete_head, rows_of
 from peagle.drafter.config import TrainConfig
 from peagle.drafter.prompt_sources import read_corpus
 from peagle.drafter.target import load_target
@@ -57,7 +57,7 @@ def with_vocabulary(head: Path, target: Path, vocabulary: DraftVocabulary, outpu
     """
     if output.exists():
         raise DrafterError(f"{output} already exists", hint="name another folder")
-    whole = whole_head(head)
+    whole = complete_head(head)
     tensors = load_file(whole / _WEIGHTS)
     if "d2t" not in tensors:
         raise DrafterError(f"{head}: has no draft vocabulary: it drafts every token")

@@ -12,7 +12,7 @@ from peagle.catalog.cards import HeadCard, ModelCard, Platform, load_catalog
 from peagle.catalog.fetched import fetch, find_stored, is_stored
 from peagle.catalog.folders import folder_fingerprint, peagle_home, read_config
 from peagle.catalog.head_files import check_fit
-from peagle.catalog.shipped_heads import HEADS, HEADS_FOLDER, whole_head
+from peagle.catalog.shipped_heads import HEADS, HEADS_FOLDER, complete_head
 from peagle.catalog.targets import NO_COMMITS, ResolvedModel, hub_commit, hub_config, is_hub_id
 from peagle.engine.spec import DRAFT_METHODS, DrafterSpec
 from peagle.errors import DrafterError
@@ -123,7 +123,7 @@ def _build(
         raise DrafterError(
             f"{located.name} mixes sliding and full attention, which vLLM supports in a {head.method} head only on GPUs"
         )
-    path_or_id = located.model if located.folder is None else str(whole_head(located.folder))
+    path_or_id = located.model if located.folder is None else str(complete_head(located.folder))
     heads = model.card.heads.values() if model.card else ()
     card = next((card for card in heads if path in (_head_path(card), card.long_context_id)), None)
     trained_k = card.max_speculative_tokens if card else None

@@ -9,7 +9,7 @@ from peagle.catalog.embedded import embedded_name, ensure_embedded
 from peagle.catalog.fetched import ensure_fetched, is_stored
 from peagle.catalog.folders import peagle_home
 from peagle.catalog.int8 import converted_spec
-from peagle.catalog.shipped_heads import HEADS, find_shipped_head, whole_head
+from peagle.catalog.shipped_heads import HEADS, complete_head, find_shipped_head
 from peagle.catalog.targets import NO_COMMITS, is_hub_id, resolve_model
 from peagle.engine.spec import EngineSpec
 from peagle.errors import CatalogError
@@ -21,16 +21,16 @@ from peagle.requests.tokenizer import load_tokenizer
 def local_spec(spec: EngineSpec) -> EngineSpec:
     """Return the spec with this node's model folders, after fetching and converting models if necessary."""
     spec = fetched_spec(spec)
-    drafter = spec.drafter and dataclasses.replace(spec.drafter, model=local_path(spec.drafter.model))
-    located = dataclasses.replace(spec, model=localize(spec.model, spec.revision), drafter=drafter)
+    drafter = spec.drafter and dataclasses.replace(spec.drafter, model=local_drafter_path(spec.drafter.model))
+    located = dataclasses.replace(spec, model=local_model_path(spec.model, spec.revision), drafter=drafter)
     return converted_spec(located)
 
 
 def fetched_spec(spec: EngineSpec) -> EngineSpec:
-    """Return the spec with local folders instead of models in a store, after fetching them if necessary."""
+    """Return the spec with local folders instead of `s3://` folders, after fetching them if necessary."""
     drafter = spec.drafter
     if drafter is not None and is_stored(drafter.model):
-        head = whole_head(ensure_fetched(drafter.model, drafter.revision, weights=True, announce=log_to_stderr))
+        head = complete_head(ensure_fetched(drafter.model, drafter.revision, weights=True, announce=log_to_stderr))
         spec = dataclasses.replace(spec, drafter=dataclasses.replace(drafter, model=str(head), revision=None))
     if is_stored(spec.model):
         folder = ensure_fetched(spec.model, spec.revision, weights=True, announce=log_to_stderr)
@@ -38,8 +38,8 @@ def fetched_spec(spec: EngineSpec) -> EngineSpec:
     return spec
 
 
-def local_path(name: str) -> str:
-    """Return this node's folder of a model or drafter, or a hub id that vLLM downloads.
+def local_drafter_path(name: str) -> str:
+    """Return this node's folder of a drafter, or a hub id that vLLM downloads.
 
     The name may be a head's path on another machine, if the head is shipped or was also added to this node's catalog.
     """
@@ -62,7 +62,7 @@ def local_path(name: str) -> str:
 
 
 @functools.lru_cache(maxsize=4)
-def localize(model: str, revision: str | None = None, *, weights: bool = True) -> str:
+def local_model_path(model: str, revision: str | None = None, *, weights: bool = True) -> str:
     """Return this node's path of a model: a folder or a hub id.
 
     Args:
@@ -80,5 +80,5 @@ def tokenizer_of(model: str | None, revision: str | None = None) -> Tokenizer:
         from peagle.engine.fake import ByteTokenizer
 
         return ByteTokenizer()
-    tokenizer: Tokenizer = load_tokenizer(localize(model, revision, weights=False), revision)
+    tokenizer: Tokenizer = load_tokenizer(local_model_path(model, revision, weights=False), revision)
     return tokenizer

@@ -34,11 +34,11 @@ def find_shipped_head(name: str) -> Path | None:
     """
     for folder in sorted(HEADS_FOLDER.iterdir()) if HEADS_FOLDER.is_dir() else ():
         if name == folder.name or (_lacks_lm_head(folder) and name == _complete_folder(folder).name):
-            return whole_head(folder)
+            return complete_head(folder)
     return None
 
 
-def whole_head(folder: Path) -> Path:
+def complete_head(folder: Path) -> Path:
     """Return a folder that vLLM can load: the given folder, or a bf16 copy with the target's rows of lm_head.
 
     Safe for concurrent processes, which create identical copies.

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 
 from peagle.catalog.cards import ModelCard
 from peagle.catalog.embedded import EMBEDDED_TARGETS, embedded_name
-from peagle.catalog.shipped_heads import HEADS_FOLDER, whole_head
+from peagle.catalog.shipped_heads import HEADS_FOLDER, complete_head
 from peagle.deploy.workload import require_room
 from peagle.economics.prices import Offer, PriceTable
 from peagle.engine.keys import TargetOptions
@@ -75,7 +75,7 @@ def preset(
     head = card.heads[method]
     head_folder = None
     if head.kind == "shipped":
-        head_folder = whole_head(HEADS_FOLDER / str(head.id))
+        head_folder = complete_head(HEADS_FOLDER / str(head.id))
     elif head.kind != "huggingface":
         head_folder = Path(str(head.id))
     path = str(HEAD_FOLDER) if head_folder or has_head_data else str(head.id)

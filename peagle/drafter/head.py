@@ -16,7 +16,7 @@ import torch
 
 from peagle.catalog.folders import read_config
 from peagle.catalog.head_files import read_head
-from peagle.catalog.shipped_heads import whole_head
+from peagle.catalog.shipped_heads import complete_head
 from peagle.drafter.attention import DOCUMENT_ATTENTION
 from peagle.drafter.target import Architecture, TargetWeights, read_architecture, set_verifier_output
 from peagle.drafter.vocabulary import DraftVocabulary
@@ -290,7 +290,7 @@ def build_head(target: Path, spec: HeadSpec, vocabulary: DraftVocabulary, *, see
     if spec.init == "warm":
         warm_start(head, weights, architecture)
     elif spec.init != "random":
-        folder = whole_head(Path(spec.init))
+        folder = complete_head(Path(spec.init))
         files = sorted(folder.glob("*.safetensors"))
         saved = {name: tensor for file in files for name, tensor in load_file(file).items()}
         if _num_layers(saved) < spec.num_layers and not obstacle:

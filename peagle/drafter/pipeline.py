@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from peagle.catalog.drafters import find_head
 from peagle.catalog.folders import read_config
 from peagle.catalog.head_files import check_fit, read_dtypes
-from peagle.catalog.shipped_heads import whole_head
+from peagle.catalog.shipped_heads import complete_head
 from peagle.drafter.config import TrainConfig
 from peagle.drafter.features import (
     BATCH_TOKENS,
@@ -61,7 +61,9 @@ def check_training(config: TrainConfig, say: Callable[[str], None]) -> tuple[Tra
     Returns the configuration with a supported `init`, the target, and the device of this process.
     """
     has_gpu = torch.cuda.is_available()
-    if config.device == "cuda" and config.workers == 1 and not has_gpu:  # with several workers, the cluster checks
+    if (
+        config.device == "cuda" and config.workers == 1 and not has_gpu
+    ):  # with several workers, the cluster does this check
         raise ConfigError("--device cuda: torch does not find a GPU on this machine", hint="use --device cpu")
     device = torch.device("cuda" if config.device != "cpu" and has_gpu else "cpu")
     if config.init not in INITS:
@@ -81,7 +83,7 @@ def check_training(config: TrainConfig, say: Callable[[str], None]) -> tuple[Tra
     if config.init not in INITS:
         init_folder = Path(config.init)
         check_fit(read_config(init_folder, ConfigError), target.model.config)
-        dtypes = read_dtypes(whole_head(init_folder))
+        dtypes = read_dtypes(complete_head(init_folder))
         if quantised := sorted(name for name, dtype in dtypes.items() if dtype.startswith("F8")):
             raise ConfigError(
                 f"{init_folder}: its {quantised[0]} is in FP8, which cannot be trained",
@@ -123,7 +125,7 @@ class Listener:
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """A checked configuration, with the documents and target states to train on."""
+    """A checked configuration, with the documents to train on, and the target's hidden states."""
 
     config: TrainConfig
     target: Target
@@ -150,7 +152,9 @@ class Prepared:
             for field in fields(TrainingConfig)
             if field.name in TrainConfig.model_fields
         }
-        if config.algorithm in BLOCK_METHODS:  # rows are never left out of a block, so they are weighted instead
+        if (
+            config.algorithm in BLOCK_METHODS
+        ):  # blocks have rows of all depths, so deeper rows get a lower weight instead
             options["depth_decay"] *= config.cod_ratio
         else:
             options["anchor_share"] = None
@@ -265,16 +269,16 @@ def finish(prepared: Prepared, head: Any, outcome: TrainingOutcome) -> dict[str,
             prepared.sample(sorted(prepared.corpus.held_out), _ESTIMATED_TOKENS),
             num_speculative_tokens=config.num_speculative_tokens,
         )
-    corpus, model, spec = prepared.corpus, prepared.target.model, prepared.store.spec
+    corpus, model, features = prepared.corpus, prepared.target.model, prepared.store.spec
     verifier = config.verifier or model.upstream_id or model.name
     folder = config.output / "head"
     card = render_card(
         config,
         device=prepared.device,
         target_id=verifier,
-        target_fingerprint=spec.target,
+        target_fingerprint=features.target,
         licence=model.card.licence.name if model.card else None,
-        aux_layers=spec.aux_layers,
+        aux_layers=features.aux_layers,
         num_parameters=sum(p.numel() for p in head.parameters() if p.requires_grad),
         num_documents=len(corpus.training_indices),
         num_response_tokens=sum(corpus.samples[index].num_response_tokens for index in corpus.training_indices),
@@ -326,7 +330,9 @@ def finish_from_checkpoint(prepared: Prepared, diverged: DivergedError | None = 
     )
     result = finish(prepared, head, outcome)
     if diverged is not None:
-        hint = f"continue the last checkpoint with --init {result['head']}, lower learning rates and another --output"
+        hint = (
+            f"continue from the last checkpoint with --init {result['head']}, lower learning rates and another --output"
+        )
         raise DivergedError(diverged.message, hint=hint) from diverged
     return result
 

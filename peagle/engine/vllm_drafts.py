@@ -96,7 +96,7 @@ class SchedulerDrafts:
         self._started_s = time.perf_counter()
         for name in scheduled.finished_req_ids:
             if (request := self._requests.pop(name, None)) is not None:
-                budget.prompts.end_request(request.num_output_tokens)
+                budget.prompt_cost.end_request(request.num_output_tokens)
         if not scheduled.num_scheduled_tokens:
             return
         requests = [scheduler.requests[name] for name in scheduled.num_scheduled_tokens]
@@ -104,7 +104,7 @@ class SchedulerDrafts:
         for new in scheduled.scheduled_new_reqs:
             request = self._requests[new.req_id] = scheduler.requests[new.req_id]
             self._find_gap(request, new.num_computed_tokens // block_size)
-            budget.prompts.start_request(request.num_prompt_tokens - new.num_computed_tokens, request.max_tokens)
+            budget.prompt_cost.start_request(request.num_prompt_tokens - new.num_computed_tokens, request.max_tokens)
         can_draft = not all(_drafts_of(request).has_gap for request in requests)
         depth = 0
         if can_draft and budget.drafting_pays(len(requests), self._started_s):
@@ -203,10 +203,11 @@ class SchedulerDrafts:
         if is_sampled.any():
             survival[is_sampled] = budget.survival("sampled", odds[is_sampled])
         survival[is_missing] = 0.0
-        step = max(len(running), len(rows)), sum(request.num_computed_tokens for request in running), depth
-        chosen = budget.choose(survival, *step)
+        num_requests = max(len(running), len(rows))
+        num_context_tokens = sum(request.num_computed_tokens for request in running)
+        chosen = budget.choose(survival, num_requests, num_context_tokens, depth)
         if self._learns():
-            budget.choose_depth(survival, *step)
+            budget.choose_depth(survival, num_requests, num_context_tokens, depth)
         if self._verifies_nothing():
             chosen = np.zeros(len(rows))
         for row, (index, request, drafts) in enumerate(rows):
@@ -284,7 +285,7 @@ def change_drafts() -> None:
     """Make vLLM's scheduler change drafts if `LOOKUP` or `VERIFY` is set.
 
     Sampling stays exact: with `draft_sample_method` "greedy", vLLM's rejection sampler treats each draft as certain
-    (one-hot), which is also true for a copied token, and it verifies each request's own number of drafts.
+    (one-hot), as a copied token is. Each request can have a different number of drafts.
     """
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
@@ -348,7 +349,7 @@ def change_drafts() -> None:
 
 
 def _scheduler_drafts(vllm_config: Any) -> SchedulerDrafts | None:
-    """Return what the environment variables request for a scheduler's drafts, or None if nothing changes."""
+    """Return the drafts' changes that the environment variables ask for, or None."""
     min_ngram, speculation = os.environ.get(LOOKUP), vllm_config.speculative_config
     chooses = os.environ.get(VERIFY) == "auto"
     if speculation is None or not (min_ngram or chooses):

@@ -40,7 +40,7 @@ def make_plan(config: PlanConfig) -> dict[str, Any]:
             hint="allow more time, latency or machines, or measure other hardware",
         )
     chosen = fleets[0]
-    # The cheapest option for each machine, market, and with or without a drafter.
+    # The cheapest option for each machine and market, one with and one without a drafter.
     best: dict[tuple[str, str, bool], Option] = {}
     for option in fleets:
         best.setdefault((option.machine.price.instance_type, option.market, option.cell.has_drafter), option)
@@ -122,7 +122,7 @@ def _sensitivity(chosen: Option, config: PlanConfig) -> list[dict[str, Any]]:
 
 
 def _break_even(chosen: Option, config: PlanConfig) -> float | None:
-    """Return the acceptance length below which no drafter is cheaper (at its best concurrency), if any."""
+    """Return the acceptance length below which running without a drafter, at its best concurrency, is cheaper."""
     length = chosen.cell.acceptance_length
     undrafted = [
         cell
@@ -172,7 +172,7 @@ def _doubt_notes(chosen: Option) -> list[str]:
 
 
 _OPTION_COLUMNS = (
-    *("machine", "place", "market", "machines", "replicas", "method", "concurrency"),
+    *("machine", "place", "market", "machines", "engines", "method", "concurrency"),
     *("hours", "dollars", "$/M tokens", "lost"),
 )
 

@@ -77,7 +77,7 @@ def baseline_of_table(table: StepTable, method: str, k: int) -> Baseline | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Benchmark:
-    """The report of a benchmark. A setup is its head, method and K."""
+    """The report of a benchmark. A setup is a head with its method and K."""
 
     name: str
     model: str

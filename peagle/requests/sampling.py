@@ -38,13 +38,15 @@ class SamplingOptions(BaseModel):
     min_p: float = Field(0.0, ge=0, le=1, description="minimum probability, relative to that of the most likely token")
     max_tokens: int = Field(256, ge=1, description="maximum response length in tokens")
     stop: list[str] = Field(default_factory=list, description="strings that end a response")
-    seed: int | None = Field(None, ge=0, lt=2**31, description="makes sampling reproducible, per row")
+    seed: int | None = Field(
+        None, ge=0, lt=2**31, description="makes sampling reproducible; applies to each row separately"
+    )
     n: int = Field(1, ge=1, le=128, description="responses per prompt; more than one needs a temperature above 0")
     logprobs: int | None = Field(
         None,
         ge=0,
         le=MAX_LOGPROBS,
-        description="return log-probabilities: of each token, and of this many most likely tokens at its position",
+        description="return log-probabilities of each token and of the N most likely tokens at its position",
     )
     presence_penalty: float = Field(0.0, ge=-2, le=2, description="penalty on tokens that already occur")
     frequency_penalty: float = Field(0.0, ge=-2, le=2, description="penalty on tokens by their number of occurrences")
@@ -219,7 +221,9 @@ def _overrides(values: Any) -> dict[str, Any] | str:
         name = ".".join(map(str, first_error["loc"]))
         if first_error["type"] == "extra_forbidden":
             return f"unknown parameter {shown(name)}: {did_you_mean(name, RequestSampling.model_fields)}"
-        return f"{name}: {first_error['msg'].removeprefix('Value error, ')}, not {shown(first_error['input'])}"
+        if first_error["type"] == "value_error":
+            return f"{name}: {first_error['msg'].removeprefix('Value error, ')}"
+        return f"{name}: {first_error['msg']}, not {shown(first_error['input'])}"
     return {key: getattr(model, key) for key in set_values}
 
 

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from peagle.catalog.drafters import ResolvedDrafter
-from peagle.catalog.local import localize, tokenizer_of
+from peagle.catalog.local import local_model_path, tokenizer_of
 from peagle.catalog.targets import NO_COMMITS, ResolvedModel
 from peagle.economics.baseline import Baseline
 from peagle.economics.price_options import require_device, resolve_price
@@ -220,7 +220,7 @@ def resolve(
     if tokenizer is not None and config.json_schema is not None and find_spec("xgrammar") is not None:
         check_schema(
             config.json_schema,
-            model=localize(tokenizer, engine.spec.revision, weights=False),
+            model=local_model_path(tokenizer, engine.spec.revision, weights=False),
             revision=engine.spec.revision,
             vocab_size=engine.model.vocab_size,
         )

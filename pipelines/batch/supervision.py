@@ -70,6 +70,7 @@ class CrashCounter:
         sessions = list(sessions)
         slots = {(session.hostname, session.engine_index) for session in sessions}
         num_crashes = len(sessions) - min(len(slots), self._num_engines)
+        # Tokens are counted when a row finishes, before its unit is committed.
         num_finished = num_rows + sum(session.num_output_tokens for session in sessions)
         if num_finished > self._num_finished:
             self.num_consecutive = 0

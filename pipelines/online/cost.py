@@ -38,7 +38,8 @@ class CostView:
         self.totals = totals_of(folder)
 
     def report(self, key: str | None = None, window_s: float | None = None) -> dict[str, Any]:
-        """Return usage and cost as JSON, for all time or for the last `window_s` seconds, rounded to minutes.
+        """Return usage and cost as JSON, for all time or for the last `window_s` seconds, rounded to
+        minutes (long windows to hours or days).
 
         With a key, cover only its requests, and omit the costs of the engines (`account`).
         """
@@ -122,7 +123,7 @@ def requested_period(
         raise ApiError(400, f"by: {error.message}; {error.hint}", code="invalid_value", param="by") from error
 
 
-def request_totals(cells: Iterable[Sums]) -> dict[str, Any]:
+def request_totals(sums_of_groups: Iterable[Sums]) -> dict[str, Any]:
     """Return the sums over requests.
 
     Tokens per dollar use busy time only: requests do not pay for idle engines.
@@ -131,19 +132,19 @@ def request_totals(cells: Iterable[Sums]) -> dict[str, Any]:
     the engines' busy time. A request with several choices has a share for each, so the figure for a single key is exact
     only if every request had one choice. Batches with their own engines are excluded.
     """
-    cells = list(cells)
-    units = [sums.usage for sums in cells]
-    tokens, usd = sum(unit.num_output_tokens for unit in units), sum(sums.usd for sums in cells)
-    shares_s = sum(sums.shares_s for sums in cells)
+    groups = list(sums_of_groups)
+    units = [sums.usage for sums in groups]
+    tokens, usd = sum(unit.num_output_tokens for unit in units), sum(sums.usd for sums in groups)
+    shares_s = sum(sums.shares_s for sums in groups)
     drafts = sum((unit.speculation for unit in units), SpeculationStats.empty())
     return {
-        "num_requests": sum(sums.num_requests for sums in cells),
-        "num_cut": sum(sums.num_cut for sums in cells),
+        "num_requests": sum(sums.num_requests for sums in groups),
+        "num_cut": sum(sums.num_cut for sums in groups),
         "num_failed": sum(unit.num_failed_rows for unit in units),
         "num_prompt_tokens": sum(unit.num_prompt_tokens for unit in units),
         "num_cached_tokens": sum(unit.num_cached_tokens for unit in units),
         "num_output_tokens": tokens,
-        "requests_at_once": sum(sums.request_s for sums in cells) / shares_s if shares_s else None,
+        "requests_at_once": sum(sums.request_s for sums in groups) / shares_s if shares_s else None,
         "num_drafts": drafts.num_drafts,
         "num_draft_tokens": drafts.num_draft_tokens,
         "num_accepted_tokens": drafts.num_accepted_tokens,

@@ -151,11 +151,11 @@ class LiveView:
     def _series(self, steps: range, key: str | None) -> dict[str, Any]:
         size = len(steps) // NUM_POINTS
         points = [steps[start : start + size] for start in range(0, len(steps), size)]
-        cells = [self._cells(point, key, None) for point in points]
+        cells_of_points = [self._cells(point, key, None) for point in points]
         return {
             "step_s": size * STEP_S,
-            "output_tokens_per_s": [_rate(point, size) for point in cells],
-            "ttft_p50_s": [_ttft_percentile(point, 50) for point in cells],
+            "output_tokens_per_s": [_rate(cells, size) for cells in cells_of_points],
+            "ttft_p50_s": [_ttft_percentile(cells, 50) for cells in cells_of_points],
         }
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import pyarrow as pa
 
 from peagle.catalog.cards import load_catalog
-from peagle.catalog.local import localize
+from peagle.catalog.local import local_model_path
 from peagle.drafter.config import TrainConfig
 from peagle.drafter.data import Sample
 from peagle.drafter.decontamination import NAMED_SETS
@@ -86,7 +86,7 @@ class _ShardWriter:
 
     def __init__(self, reference: str, aux_layers: tuple[int, ...], folder: str, device: str) -> None:
         restrict_new_files()
-        self._reader = load_reader(Path(localize(reference)), aux_layers, device)
+        self._reader = load_reader(Path(local_model_path(reference)), aux_layers, device)
         self._folder, self._device = Path(folder), device
 
     def __call__(self, table: pa.Table) -> pa.Table:

@@ -36,8 +36,8 @@ def play(
         attack = partial(_attack, attackers)
         asyncio.run(_scene(endpoint, tenants, "warm-up", min(seconds, 10.0), attack(tenants, [], 0.0)))
         for name, attacks in scenes.items():
-            attackers_view = tenants if name == QUIET else tenants.attacked_by(name)
-            row = asyncio.run(_scene(endpoint, tenants, name, seconds, attack(attackers_view, attacks, seconds)))
+            scene_tenants = tenants if name == QUIET else tenants.attacked_by(name)
+            row = asyncio.run(_scene(endpoint, tenants, name, seconds, attack(scene_tenants, attacks, seconds)))
             rows.append(row)
             if name != QUIET:
                 _compare(row, rows[0], is_attack=name != NORMAL_REQUESTS)
@@ -74,8 +74,8 @@ async def _scene(
         "problems": [problem for attack_result in results for problem in attack_result.problems],
     }
     if outcomes["answered"] < len(neighbour.tally.requests):
-        seen = sorted({request.seen for request in neighbour.tally.requests if request.seen})[:3]
-        row["problems"].append(f"the neighbour's requests: {outcomes}; {seen}")
+        details = sorted({request.seen for request in neighbour.tally.requests if request.seen})[:3]
+        row["problems"].append(f"the neighbour's requests: {outcomes}; {details}")
     return row
 
 
@@ -93,7 +93,7 @@ def _compare(row: dict[str, Any], quiet: dict[str, Any], *, is_attack: bool) -> 
         return
     row["times_quiet_p95"] = row["latency_p95_s"] / quiet["latency_p95_s"]
     if is_attack and row["times_quiet_p95"] > MAX_TIMES_QUIET:
-        row["problems"].append(f"p95 is {row['times_quiet_p95']:.2f} times the quiet one")
+        row["problems"].append(f"p95 is {row['times_quiet_p95']:.2f} times the p95 without attacks")
     for part, mib in row["grown_mib"].items():
         if mib > _MAX_GROWTH_MIB:
             row["problems"].append(f"{part} grew by {mib:.0f} MiB")

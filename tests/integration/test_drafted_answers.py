@@ -56,7 +56,7 @@ def tokenizer(embedded_target):
 def bulk_cases(tokenizer):
     the, five = (tokenizer.encode(word)[0] for word in (" the", " five"))
     prompt_tokens = tokenizer.encode(PROMPTS["repeat"] + PROMPTS["count"])
-    ends = {
+    sampling_cases = {
         "stop": {"stop": ["\n", "five"], "logprobs": 2},
         "stops": {"stop": ["five one", "mat.", "on the"]},
         "stop in the answer": {"stop": ["mat.", " four five"], "include_stop_str_in_output": True, "logprobs": 0},
@@ -81,7 +81,7 @@ def bulk_cases(tokenizer):
     cases = {
         f"{prompt}: {name}": (tokenizer.encode(text), {"temperature": 0.0, "max_tokens": 20, **sampling})
         for prompt, text in PROMPTS.items()
-        for name, sampling in ends.items()
+        for name, sampling in sampling_cases.items()
     }
     long_prompt = tokenizer.encode("The quick brown fox. " * CONTEXT)[: CONTEXT - 17]
     return cases | {"the context is full": (long_prompt, {"temperature": 0.0, "max_tokens": CONTEXT, "logprobs": 1})}
@@ -89,14 +89,14 @@ def bulk_cases(tokenizer):
 
 def online_cases():
     streamed = {"stream": True, "stream_options": {"include_usage": True}}
-    ends = {
+    sampling_cases = {
         "stop": {"stop": ["\n", "five"], "logprobs": 2, "return_token_ids": True},
         "stop in the answer": {"stop": ["mat", "five"], "include_stop_str_in_output": True, "return_token_ids": True},
         "prompt_logprobs": {"stop": "mat", "prompt_logprobs": 1},
         "echo": {"stop": "mat", "echo": True, "logprobs": 1},
     }
     cases = {}
-    for (prompt, text), (name, sampling) in itertools.product(PROMPTS.items(), ends.items()):
+    for (prompt, text), (name, sampling) in itertools.product(PROMPTS.items(), sampling_cases.items()):
         body = {"temperature": 0, "max_tokens": 20, **sampling}
         chat = body | {"messages": [{"role": "user", "content": text}]}
         if "logprobs" in body:

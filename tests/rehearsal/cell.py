@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from peagle.catalog.int8 import quantization_config
-from peagle.catalog.local import localize
+from peagle.catalog.local import local_model_path
 from peagle.catalog.targets import ResolvedModel
 from peagle.engine.arguments import engine_args
 from peagle.engine.memory import gpu_need, read_footprint
@@ -129,7 +129,7 @@ def configure_vllm(spec: EngineSpec, model: ResolvedModel, hardware: Hardware, f
     from vllm import AsyncEngineArgs
     from vllm.config import set_current_vllm_config
 
-    spec = replace(spec, model=localize(spec.model, spec.revision))
+    spec = replace(spec, model=local_model_path(spec.model, spec.revision))
     footprint = read_footprint(spec.model) or footprint_of(model)
     assert footprint is not None
     with tempfile.TemporaryDirectory() as folder:

@@ -38,7 +38,7 @@ def statements(name):
     return json.loads((DEPLOY / "aws" / name).read_text())["Statement"]
 
 
-def test_head_can_only_terminate_its_own_machines():
+def test_head_node_can_only_terminate_its_own_machines():
     by_sid = {statement["Sid"]: statement for statement in statements("peagle-head.json")}
     terminate = by_sid["EndMachinesOfThisCluster"]
     assert terminate["Condition"] == {"StringLike": {"aws:ResourceTag/ray-cluster-name": "peagle-*"}}

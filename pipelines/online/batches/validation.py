@@ -39,15 +39,15 @@ class CheckedInput:
 
     num_requests: int = 0
     model: str | None = None
-    # prompt_tokens, output_tokens: upper bounds over all requests
+    # prompt_tokens, output_tokens: sums of the requests' upper bounds
     prompt_tokens: int = 0
     output_tokens: int = 0
     # OpenAI's error objects (code, message, param, line); the batch fails if there are any
     errors: tuple[dict[str, Any], ...] = field(default_factory=tuple)
 
 
-class _LineError(ApiError):
-    """An error of the batch file, as opposed to one of the request in a line."""
+class _FileError(ApiError):
+    """An error in the file or in a line's envelope, not in the body of a request."""
 
     def __init__(self, code: str, message: str, param: str | None = None) -> None:
         super().__init__(400, message, code=code, param=param)
@@ -65,11 +65,11 @@ def check_input(path: str, rules: BatchRules) -> CheckedInput:
                     break
     except InputError as error:
         message = error.message.replace(f"input {path}", "the file").replace(path, "it")
-        reader.add_error(None, _LineError("invalid_file", message))
-    except _LineError as error:
+        reader.add_error(None, _FileError("invalid_file", message))
+    except _FileError as error:
         reader.add_error(None, error)
     if not reader.num_requests and not reader.errors:
-        reader.add_error(None, _LineError("empty_file", "the file has no requests"))
+        reader.add_error(None, _FileError("empty_file", "the file has no requests"))
     return CheckedInput(
         num_requests=reader.num_requests,
         model=reader.model,
@@ -90,37 +90,37 @@ class _Reader:
 
     def read(self, number: int, line: bytes) -> None:
         if self.num_requests == MAX_REQUESTS:
-            raise _LineError("too_many_requests", f"a batch may have at most {MAX_REQUESTS:,} requests")
+            raise _FileError("too_many_requests", f"a batch may have at most {MAX_REQUESTS:,} requests")
         self.num_requests += 1
         try:
             self._read(number, line)
         except ApiError as error:
             self.add_error(number, error)
         except RecursionError:
-            self.add_error(number, _LineError("invalid_json_line", "this line is nested too deeply"))
+            self.add_error(number, _FileError("invalid_json_line", "this line is nested too deeply"))
 
     def add_error(self, number: int | None, error: ApiError) -> None:
         message, param = error.message, error.param
         if len(message) > _MAX_MESSAGE_CHARS:
             message = message[:_MAX_MESSAGE_CHARS] + "..."
-        if param and not isinstance(error, _LineError):
+        if param and not isinstance(error, _FileError):
             param = f"body.{param}"
         self.errors.append({"code": error.code, "message": message, "param": param, "line": number})
 
     def _read(self, number: int, line: bytes) -> None:
         if len(line) > self._rules.max_line_bytes:
             message = f"this line has {len(line)} bytes, but at most {self._rules.max_line_bytes} are allowed"
-            raise _LineError("line_too_large", message)
+            raise _FileError("line_too_large", message)
         request = _parse_line(line)
         if error := envelope_error(request):
-            raise _LineError("invalid_request", error)
+            raise _FileError("invalid_request", error)
         custom_id, url = request["custom_id"], request["url"]
         if custom_id in self._line_by_custom_id:
             message = f"custom_id {shown(custom_id)} is already used on line {self._line_by_custom_id[custom_id]}"
-            raise _LineError("duplicate_custom_id", message, "custom_id")
+            raise _FileError("duplicate_custom_id", message, "custom_id")
         self._line_by_custom_id[custom_id] = number
         if url != self._rules.endpoint:
-            raise _LineError(
+            raise _FileError(
                 "mismatched_endpoint", f"url is {shown(url)}, but the batch is for {self._rules.endpoint}", "url"
             )
         body = json.dumps(request["body"]).encode()
@@ -130,7 +130,7 @@ class _Reader:
         self.output_tokens += checked.output_tokens
         self.model = self.model or checked.model.name
         if checked.model.name != self.model:
-            raise _LineError(
+            raise _FileError(
                 "mismatched_model",
                 f"all requests must use the same model: {self.model} above, {checked.model.name} here",
                 "body.model",
@@ -141,9 +141,9 @@ def _parse_line(line: bytes) -> dict[str, Any]:
     try:
         request = from_json(line)
     except HalfSurrogate as error:
-        raise _LineError("invalid_json_line", f"this line has {error}") from None
+        raise _FileError("invalid_json_line", f"this line has {error}") from None
     except (ValueError, RecursionError):
-        raise _LineError("invalid_json_line", "this line is not valid JSON") from None
+        raise _FileError("invalid_json_line", "this line is not valid JSON") from None
     if not isinstance(request, dict):
-        raise _LineError("invalid_json_line", "this line is not a JSON object")
+        raise _FileError("invalid_json_line", "this line is not a JSON object")
     return request

@@ -13,8 +13,8 @@ from peagle.hardware import Hardware
 from pipelines.cluster.placement import Placement
 from pipelines.online.config import ServedModelOptions
 
-# A piece of a stream takes about two milliseconds of a core between the engine and the client (`relay.py`): 4 % of
-# an engine's cores on CPUs, most of one core next to an accelerator.
+# A piece of a stream takes about two milliseconds of a core between the engine and the client (`relay.py`). At these
+# rates, all pieces take 4 % of an engine's cores on CPUs, and most of one core next to an accelerator.
 _PIECES_PER_CORE_S, _PIECES_PER_S = 20, 400
 
 
@@ -67,8 +67,8 @@ def decode_slots(spec: EngineSpec, hardware: Hardware) -> int:
 
     Example: max_num_seqs 256, K = 7 with P-EAGLE and max_num_batched_tokens 2048: 2048 // 14 = 146 of the 256.
     """
-    tokens = spec.max_num_batched_tokens or max_num_batched_tokens(spec, hardware)
-    return max(1, min(spec.max_num_seqs, tokens // slots_per_request(spec.drafter)))
+    num_tokens = spec.max_num_batched_tokens or max_num_batched_tokens(spec, hardware)
+    return max(1, min(spec.max_num_seqs, num_tokens // slots_per_request(spec.drafter)))
 
 
 def target_ongoing_requests(slots: int) -> float:

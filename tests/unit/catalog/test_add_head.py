@@ -8,7 +8,7 @@ from peagle.catalog import add_head as module
 from peagle.catalog.add_head import add_head
 from peagle.catalog.cards import load_catalog
 from peagle.catalog.drafters import resolve_drafter
-from peagle.catalog.local import local_path
+from peagle.catalog.local import local_drafter_path
 from peagle.catalog.targets import resolve_model
 from peagle.errors import CatalogError, ConfigError, DrafterError
 
@@ -75,7 +75,7 @@ def test_copied_head_does_not_need_its_source(tmp_path, target, peagle_home):
     for file in head.iterdir():
         file.unlink()
     assert resolve_drafter("peagle", resolve_model("my-llama"), 1).fingerprint is not None
-    assert local_path(f"/another/home/heads/{added.folder.name}") == str(added.folder)
+    assert local_drafter_path(f"/another/home/heads/{added.folder.name}") == str(added.folder)
 
 
 def test_a_catalog_target_keeps_its_card(peagle_home, shipped_head):

@@ -179,7 +179,7 @@ def test_heads_of_other_models_are_refused(model, tmp_path):
 
 @pytest.mark.parametrize("name", ["smollm2-135m-peagle", "smollm2-135m-eagle3", "P-EAGLE", "EAGLE-3"])
 def test_drafter_names_in_reports_are_accepted(name, monkeypatch):
-    monkeypatch.setattr(drafters, "whole_head", lambda folder: folder)
+    monkeypatch.setattr(drafters, "complete_head", lambda folder: folder)
     card = load_catalog().get("smollm2-135m")
     model = ResolvedModel(name="smollm2-135m", path="/m", card=card, fingerprint="f", config=CONFIG)
     method = "peagle" if "peagle" in name.lower().replace("-", "") else "eagle3"
@@ -195,7 +195,7 @@ def test_hub_head_is_found_without_its_organisation(suffix):
 
 
 def test_folder_has_priority_over_a_head_name_but_not_over_a_method(tmp_path, monkeypatch):
-    monkeypatch.setattr(drafters, "whole_head", lambda folder: folder)
+    monkeypatch.setattr(drafters, "complete_head", lambda folder: folder)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "smollm2-135m-peagle").mkdir()
     (tmp_path / "peagle").mkdir()

@@ -13,7 +13,7 @@ from storing import upload
 from peagle.catalog import shipped_heads
 from peagle.catalog.drafters import resolve_drafter
 from peagle.catalog.folders import folder_fingerprint
-from peagle.catalog.local import fetched_spec, local_path, local_spec, localize, tokenizer_of
+from peagle.catalog.local import fetched_spec, local_drafter_path, local_model_path, local_spec, tokenizer_of
 from peagle.catalog.targets import fetched_model, resolve_model
 from peagle.engine.spec import EngineSpec
 from peagle.errors import CatalogError
@@ -43,12 +43,12 @@ def test_a_shipped_head_is_found_in_this_installation(tmp_path, monkeypatch):
     heads = tmp_path / "here" / "heads"
     (heads / "m-peagle").mkdir(parents=True)
     monkeypatch.setattr(shipped_heads, "HEADS_FOLDER", heads)
-    assert local_path("/elsewhere/peagle/catalog/heads/m-peagle") == str(heads / "m-peagle")
+    assert local_drafter_path("/elsewhere/peagle/catalog/heads/m-peagle") == str(heads / "m-peagle")
 
 
 def test_models_missing_on_this_node_are_an_error():
     with pytest.raises(CatalogError, match="does not exist on this node") as caught:
-        local_path("/elsewhere/model")
+        local_drafter_path("/elsewhere/model")
     assert "every node" in caught.value.hint
 
 
@@ -97,10 +97,10 @@ def test_tokenizer_is_loaded_from_a_store_without_weights(s3, chat_target):
     revision = resolve_model("s3://bucket/models/mine").revision
     try:
         assert tokenizer_of("s3://bucket/models/mine", revision).chat_template
-        folder = Path(localize("s3://bucket/models/mine", revision, weights=False))
+        folder = Path(local_model_path("s3://bucket/models/mine", revision, weights=False))
     finally:
         tokenizer_of.cache_clear()
-        localize.cache_clear()
+        local_model_path.cache_clear()
     assert not list(folder.glob("*.safetensors"))
 
 

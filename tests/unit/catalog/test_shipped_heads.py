@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from peagle.catalog import shipped_heads
-from peagle.catalog.shipped_heads import find_shipped_head, whole_head, without_rows
+from peagle.catalog.shipped_heads import complete_head, find_shipped_head, without_rows
 from peagle.errors import ConfigError, DrafterError
 
 ROWS = (1, 4, 5, 9)
@@ -50,7 +50,7 @@ def shipped(tmp_path, trained, target, monkeypatch):
 
 def test_rows_of_a_shipped_head_are_restored(trained, shipped, tmp_path):
     assert set(load_file(shipped / "model.safetensors")) == {"fc.weight", "d2t"}
-    whole = whole_head(shipped)
+    whole = complete_head(shipped)
     assert whole.parent == tmp_path / "home" / "heads"
     tensors = load_file(whole / "model.safetensors")
     assert tensors.keys() == load_file(trained / "model.safetensors").keys()
@@ -65,7 +65,7 @@ def test_fp8_matrices_of_a_shipped_head_become_bf16(shipped):
     quantised = {"fc.weight": stored, "fc.weight_scale": torch.tensor([[2 / 448], [1.0]])}
     save_file(tensors | quantised, shipped / "model.safetensors")
     (shipped / "config.json").write_text(json.dumps(config | {"quantization_config": {"format": "float-quantized"}}))
-    whole = whole_head(shipped)
+    whole = complete_head(shipped)
     completed = load_file(whole / "model.safetensors")
     assert set(completed) == {"fc.weight", "lm_head.weight", "d2t"}
     assert completed["fc.weight"].dtype == torch.bfloat16
@@ -74,23 +74,23 @@ def test_fp8_matrices_of_a_shipped_head_become_bf16(shipped):
 
 
 def test_a_shipped_head_is_completed_once(shipped):
-    before = (whole_head(shipped) / "model.safetensors").stat()
-    assert (whole_head(shipped) / "model.safetensors").stat() == before
+    before = (complete_head(shipped) / "model.safetensors").stat()
+    assert (complete_head(shipped) / "model.safetensors").stat() == before
 
 
 def test_a_retrained_head_has_another_folder(shipped):
-    before = whole_head(shipped)
+    before = complete_head(shipped)
     save_file(load_file(shipped / "model.safetensors") | {"norm": torch.ones(2)}, shipped / "model.safetensors")
-    assert whole_head(shipped) != before
+    assert complete_head(shipped) != before
 
 
 def test_a_complete_head_is_used_in_place(trained, tmp_path):
-    assert whole_head(trained) == trained
+    assert complete_head(trained) == trained
     assert not (tmp_path / "home").exists()
 
 
 def test_both_folder_names_of_a_shipped_head_are_found(shipped):
-    whole = whole_head(shipped)
+    whole = complete_head(shipped)
     assert find_shipped_head(shipped.name) == whole
     assert find_shipped_head(whole.name) == whole
     assert find_shipped_head("another") is None
@@ -109,11 +109,11 @@ def test_trained_lm_head_rows_cannot_be_omitted(trained, target, tmp_path):
 def test_rows_of_another_target_cannot_be_restored(shipped):
     (shipped / "config.json").write_text("{}")
     with pytest.raises(DrafterError, match="unless the target is embedded"):
-        whole_head(shipped)
+        complete_head(shipped)
 
 
 def test_an_unwritable_home_is_an_error(shipped, tmp_path):
     (tmp_path / "home").write_text("a file")
     with pytest.raises(ConfigError, match="cannot be written") as caught:
-        whole_head(shipped)
+        complete_head(shipped)
     assert "PEAGLE_HOME" in caught.value.hint

@@ -13,7 +13,7 @@ from moving_hub import FIRST_COMMIT, SECOND_COMMIT
 from peagle.catalog import local, targets
 from peagle.catalog.cards import absolute_model_name, load_catalog
 from peagle.catalog.folders import folder_fingerprint
-from peagle.catalog.local import local_path
+from peagle.catalog.local import local_drafter_path
 from peagle.catalog.targets import context_tokens, hub_commit, hub_config, resolve_model
 from peagle.errors import CatalogError, ConfigError
 
@@ -48,7 +48,7 @@ def test_embedded_model_resolves_to_its_converted_folder(tmp_path, monkeypatch):
     assert model.upstream_id == "HuggingFaceTB/SmolLM2-135M-Instruct"
     assert model.card is not None
     assert context_tokens(model) == 8192
-    assert local_path("smollm2-135m") == str(folder)
+    assert local_drafter_path("smollm2-135m") == str(folder)
 
 
 @pytest.mark.parametrize("name", ["gpt-oss-20b", "openai/gpt-oss-20b"])
@@ -61,7 +61,7 @@ def test_catalog_model_on_the_hub_resolves_to_its_id(hub, name):
     )
     assert model.native_quantization == "mxfp4"
     assert model.upstream_id == "openai/gpt-oss-20b"
-    assert local_path(name) == "openai/gpt-oss-20b"
+    assert local_drafter_path(name) == "openai/gpt-oss-20b"
 
 
 def test_revision_of_the_card_is_used(hub, monkeypatch):
@@ -91,7 +91,7 @@ def test_hub_id_outside_the_catalog_resolves_without_a_card(hub):
     model = resolve_model("org/model")
     assert (model.name, model.path, model.card) == ("org/model", "org/model", None)
     assert model.native_quantization is None
-    assert local_path("org/model") == "org/model"
+    assert local_drafter_path("org/model") == "org/model"
 
 
 def test_model_folder_resolves_by_name_and_path(tmp_path, monkeypatch):
@@ -102,7 +102,7 @@ def test_model_folder_resolves_by_name_and_path(tmp_path, monkeypatch):
         assert (model.name, model.path, model.card) == ("mine", str(folder), None)
         assert model.native_quantization == "compressed-tensors"
         assert model.upstream_id is None
-        assert local_path(name) == str(folder)
+        assert local_drafter_path(name) == str(folder)
         assert absolute_model_name(name) == str(folder)
 
 

