@@ -115,13 +115,13 @@ def standalone(chart: str, heading: str, legend: Sequence[str], height: int = HE
     width = WIDTH + 2 * _MARGIN
     legend_top = _MARGIN + _TITLE_HEIGHT + height + 12
     page_height = legend_top + _LEGEND_LINE * len(legend) + _MARGIN - 4
-    nested = f'<svg x="{_MARGIN}" y="{_MARGIN + _TITLE_HEIGHT}" width="{WIDTH}" height="{height}" '
+    positioned_svg = f'<svg x="{_MARGIN}" y="{_MARGIN + _TITLE_HEIGHT}" width="{WIDTH}" height="{height}" '
     parts = [
         f"<style>svg {{ {LIGHT} font-family: system-ui, sans-serif; }}\n",
         f"@media (prefers-color-scheme: dark) {{ svg {{ {DARK} }} }}\n{RULES}.page {{ fill: var(--card); }}</style>",
         f'<rect class="page" width="{width}" height="{page_height}"/>',
         text(_MARGIN, _MARGIN + 12, shortened(heading, _HEADING_CHARS), "value", "start"),
-        chart.replace("<svg ", nested, 1),
+        chart.replace("<svg ", positioned_svg, 1),
     ]
     for series, label in enumerate(legend):
         y = legend_top + _LEGEND_LINE * series
@@ -192,7 +192,7 @@ def line_chart(curves: Sequence[Curve], axes: Axes) -> str:
     if labels_every_value:
         for x_value, value in (point for _, points in curves for point in points):
             others = [y(other) for _, points in curves for other_x, other in points if other_x == x_value]
-            is_crowded = any(0 < y(value) - other < 24 for other in others)  # if so, the label is below its point
+            is_crowded = any(0 < y(value) - other < 2 * _LABEL_HEIGHT for other in others)  # if so, the label is below its point
             label = f"{value:.{axes.decimals}f}"
             parts.append(text(x(x_value), y(value) + (18 if is_crowded else -8), label, "value", "middle"))
     else:

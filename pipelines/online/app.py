@@ -55,11 +55,12 @@ class Served:
 
     def describe(self) -> str:
         drafter = self.engine.spec.drafter
-        drafter_k = f"{self.engine.drafter.name}, K={drafter.num_speculative_tokens}" if drafter else "none"
+        drafter_text = f"{self.engine.drafter.name}, K={drafter.num_speculative_tokens}" if drafter else "none"
         options = self.options
         return (
-            f"{options.served_name}: {self.engine.model.name} in {self.engine.precision.describe()}; drafter {drafter_k}"
-            f" ({self.engine.drafter.note}); {options.min_replicas} to {options.max_replicas} engine(s)"
+            f"{options.served_name}: {self.engine.model.name} in {self.engine.precision.describe()}; "
+            f"drafter {drafter_text} ({self.engine.drafter.note}); "
+            f"{options.min_replicas} to {options.max_replicas} engine(s)"
         )
 
 
