@@ -192,7 +192,8 @@ def line_chart(curves: Sequence[Curve], axes: Axes) -> str:
     if labels_every_value:
         for x_value, value in (point for _, points in curves for point in points):
             others = [y(other) for _, points in curves for other_x, other in points if other_x == x_value]
-            is_crowded = any(0 < y(value) - other < 2 * _LABEL_HEIGHT for other in others)  # if so, the label is below its point
+            # If another point is just above, the label is below its point.
+            is_crowded = any(0 < y(value) - other < 2 * _LABEL_HEIGHT for other in others)
             label = f"{value:.{axes.decimals}f}"
             parts.append(text(x(x_value), y(value) + (18 if is_crowded else -8), label, "value", "middle"))
     else:

@@ -139,7 +139,7 @@ def _classify(folders: Mapping[str, StoragePath]) -> tuple[dict[str, RunDirector
     """Return runs, endpoints' states, and the names of other folders. A folder with several names gets the first."""
     runs, state_folders, other_names = dict[str, RunDirectory](), dict[str, StoragePath](), list[str]()
     response_runs = {name: _response_runs(name, folder) for name, folder in folders.items()}
-    named_folders = [*folders.items(), *(item for named_runs in response_runs.values() for item in named_runs.items())]
+    named_folders = [*folders.items(), *(item for runs_of in response_runs.values() for item in runs_of.items())]
     by_location = {}
     for name, folder in reversed(named_folders):
         location = str(folder) if is_remote(folder) else str(user_path(str(folder)).resolve())

@@ -148,10 +148,9 @@ class Search:
         if not within_limits:
             return None
         best = within_limits[0]
-        without_drafter = next((candidate for candidate in within_limits if not candidate.has_drafter), None)
-        if best.has_drafter and without_drafter is not None:
-            if self._value(best) < (1 + MIN_GAIN) * self._value(without_drafter):
-                return without_drafter
+        target_only = next((candidate for candidate in within_limits if not candidate.has_drafter), None)
+        if best.has_drafter and target_only is not None and self._value(best) < (1 + MIN_GAIN) * self._value(target_only):
+            return target_only
         return best
 
     def _finalists(self) -> list[Candidate]:
