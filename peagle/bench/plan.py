@@ -40,8 +40,8 @@ class Setup:
     method: str
     k: int
     spec: EngineSpec = field(compare=False)
-    head: str | None = None
-    fingerprint: str = ""
+    head: str | None = None  # name of the head; None without one
+    fingerprint: str = ""  # of the head's weights
 
     @property
     def drafter(self) -> DrafterSpec | None:

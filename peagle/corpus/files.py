@@ -230,7 +230,7 @@ def _locate_remote(uri: str, exclude: str | None) -> "list[tuple[str, int]] | _F
 
 
 def _listing(store: Any, uri: str, exclude: str | None) -> tuple[list[dict[str, Any]], bool]:
-    """Return the objects that match, and whether the name is a folder."""
+    """Return the objects that match, and whether `uri` names a folder."""
     if not uri.endswith("/") and store.isfile(uri) and not _is_folder_object(store, info := store.info(uri)):
         return [info], False
     is_folder = not any(c in uri for c in "*?[") or store.isdir(uri)

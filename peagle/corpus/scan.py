@@ -157,7 +157,7 @@ def scan(
         raise InputError(f"input {files[0].path}: it has no rows")
     schema = unify_schemas(schemas)
     if not num_valid or not len(schema):
-        raise InputError(f"input: no row is valid; first error: {first_error or 'an empty object'}")
+        raise InputError(f"input: no row is valid; first error: {first_error or 'every row is an empty object'}")
     return spans, schema, version + digest.hexdigest()
 
 

@@ -153,16 +153,16 @@ DocumentPlan = AttentionPlan | PaddedPlan
 
 def parallel_attention_plan(documents: Sequence[Rows]) -> AttentionPlan:
     """Plan the attention of a P-EAGLE head: one pass over all depths. Rows are packed document by document."""
-    blocks, first = [], 0
+    blocks, first_row = [], 0
     for rows in documents:
-        known = slice(first, first + rows.num_known)
+        known = slice(first_row, first_row + rows.num_known)
         blocks.append(Block(known, (known,)))
         for start, stop in _chain_blocks(rows, range(rows.num_known, len(rows))):
             key_index = torch.cat([torch.arange(int(rows.anchor_S[stop - 1]) + 1), torch.arange(start, stop)])
-            chain_rows = slice(first + start, first + stop)
-            keys = (slice(first, first + len(key_index) - (stop - start)), chain_rows)
+            chain_rows = slice(first_row + start, first_row + stop)
+            keys = (slice(first_row, first_row + len(key_index) - (stop - start)), chain_rows)
             blocks.append(Block(chain_rows, keys, rows.select(torch.arange(start, stop)), rows.select(key_index)))
-        first += len(rows)
+        first_row += len(rows)
     return AttentionPlan(tuple(blocks))
 
 
@@ -176,16 +176,16 @@ def sequential_attention_plan(documents: Sequence[Rows], depth: int) -> Attentio
     starts = (counts.flatten().cumsum(0) - counts.flatten()).view_as(counts)
     blocks = []
     for index, rows in enumerate(documents):
-        first = int(starts[depth, index] - starts[depth, 0])
+        first_row = int(starts[depth, index] - starts[depth, 0])
         if depth == 0:
-            known = slice(first, first + rows.num_known)
+            known = slice(first_row, first_row + rows.num_known)
             blocks.append(Block(known, (known,)))
             continue
         anchors = [rows.anchor_S[rows.depth_S == d] for d in range(depth + 1)]
         block_rows = _block_rows(rows.num_known)
         for start in range(0, len(anchors[depth]), block_rows):
             stop = min(start + block_rows, len(anchors[depth]))
-            blocks.append(_sequential_block(anchors, starts[:, index].tolist(), first, start, stop))
+            blocks.append(_sequential_block(anchors, starts[:, index].tolist(), first_row, start, stop))
     return AttentionPlan(tuple(blocks))
 
 
@@ -200,7 +200,7 @@ def block_attention_plan(
         num_context: number of keys of the context. The keys of the blocks follow, ordered like the query rows.
         block_size: query rows of each block.
     """
-    blocks, first = [], 0
+    blocks, first_row = [], 0
     for rows, start in zip(documents, starts, strict=True):
         anchors = rows.block_anchors
         for group in torch.split(anchors, max(1, _block_rows(int(anchors[-1])) // block_size)):
@@ -211,14 +211,14 @@ def block_attention_plan(
             key_rows = Rows(torch.cat([context, anchor]), torch.cat([torch.zeros_like(context), query_rows.depth_S]))
             keys = (
                 slice(start, start + len(context)),
-                slice(num_context + first, num_context + first + num_rows),
+                slice(num_context + first_row, num_context + first_row + num_rows),
             )
-            blocks.append(Block(slice(first, first + num_rows), keys, query_rows, key_rows))
-            first += num_rows
+            blocks.append(Block(slice(first_row, first_row + num_rows), keys, query_rows, key_rows))
+            first_row += num_rows
     return AttentionPlan(tuple(blocks))
 
 
-def _sequential_block(anchors: list[torch.Tensor], starts: list[int], first: int, start: int, stop: int) -> Block:
+def _sequential_block(anchors: list[torch.Tensor], starts: list[int], first_row: int, start: int, stop: int) -> Block:
     depth = len(anchors) - 1
     query_anchors = anchors[depth][start:stop]
     low, high = int(query_anchors[0]), int(query_anchors[-1])
@@ -229,7 +229,7 @@ def _sequential_block(anchors: list[torch.Tensor], starts: list[int], first: int
         keys.append(slice(starts[d] + begin, starts[d] + end))
         key_rows.append(Rows(key_anchors[begin:end], torch.full((end - begin,), d)))
     return Block(
-        slice(first + start, first + stop),
+        slice(first_row + start, first_row + stop),
         tuple(keys),
         Rows(query_anchors, torch.full_like(query_anchors, depth)),
         Rows(torch.cat([rows.anchor_S for rows in key_rows]), torch.cat([rows.depth_S for rows in key_rows])),

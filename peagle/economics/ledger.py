@@ -275,8 +275,8 @@ def read_session_at(folder: StoragePath, session: EngineSession, moment: float) 
     beats = find_segment(folder, f"{BEATS}-{session.session_id}.jsonl")
     earlier, later = _beats_around(beats, moment) if beats else (None, None)
     later_beats = [beat for beat in (later, session) if beat is not None and beat.last_seen_at > moment]
-    after = min(later_beats, key=lambda beat: beat.last_seen_at, default=session)
-    return after if after.last_seen_at <= moment else interpolate_session(moment, earlier, after)
+    next_beat = min(later_beats, key=lambda beat: beat.last_seen_at, default=session)
+    return next_beat if next_beat.last_seen_at <= moment else interpolate_session(moment, earlier, next_beat)
 
 
 def _beats_around(beats: Segment, moment: float) -> tuple[EngineSession | None, EngineSession | None]:

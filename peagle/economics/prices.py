@@ -33,7 +33,7 @@ COLUMNS = (
 class Offer:
     """An instance type in one region, priced in USD per hour. A price is None if the market is not offered.
 
-    `doubt_on_demand` says why the on-demand price may be wrong; it is empty if nothing suggests it.
+    `doubt_on_demand` says why the on-demand price might be wrong; it is empty if nothing suggests it.
     """
 
     instance_type: str
@@ -182,7 +182,7 @@ class Price:
     Attributes:
         market: "fixed" if the user stated the price.
         accelerator: name in the price table; None for CPU instances.
-        doubt: why the price may be wrong; empty if nothing suggests it.
+        doubt: why the price might be wrong; empty if nothing suggests it.
         basis: whether the user stated the price or instance type, or the type was detected or assumed; None for a row
             of the table.
         on_demand_usd_per_hour: on-demand price of a spot instance; None if unknown.

@@ -6,8 +6,8 @@
 A lease is acquired by exclusively creating the next number (`write_once`), so only one of several candidates succeeds.
 The holder rewrites the lease every few seconds with an incremented beat. A candidate watches the beat on its own
 monotonic clock, so clock jumps and differences between hosts do not matter: if the beat does not change for the time to
-live (`expiry_s`), the driver is dead. If the driver's process was on this host and no longer exists, the candidate
-does not wait.
+live (`expiry_s`), the driver counts as dead. If the driver's process was on this host and no longer exists, the
+candidate does not wait.
 
 Exactly-once cannot depend on the lease, because a suspended driver may resume after another one has finished. Instead,
 units and plans are created exclusively (`directory.py`). The lease prevents two drivers from paying twice, and

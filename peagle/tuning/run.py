@@ -163,14 +163,16 @@ def _no_result_error(
             f"the budget of {config.time_budget_s:g} engine seconds was spent before any pass finished",
             hint="increase --time-budget-s and repeat the command to continue",
         )
-    nearest, engine = summaries[ranked[0]], setups[ranked[0].engine]
+    nearest_summary, nearest_setup = summaries[ranked[0]], setups[ranked[0].engine]
     exceeded = [
-        f"p95 {_LIMITS[name][0]} {nearest[name][P95] * 1000:.1f} ms" if nearest[name] else f"no {_LIMITS[name][0]}"
-        for name, excess in excesses(nearest, config).items()
+        f"p95 {_LIMITS[name][0]} {nearest_summary[name][P95] * 1000:.1f} ms"
+        if nearest_summary[name]
+        else f"no {_LIMITS[name][0]}"
+        for name, excess in excesses(nearest_summary, config).items()
         if excess > 0
     ]
     return ConfigError(
-        f"no configuration is within the limits{_limits_text(config)}; the nearest is {engine.label} with "
+        f"no configuration is within the limits{_limits_text(config)}; the nearest is {nearest_setup.label} with "
         f"concurrency {ranked[0].concurrency}: {' and '.join(exceeded)}",
         hint="relax the limits, or try fewer concurrent requests with --max-num-seqs, or other hardware; "
         "measurements are reused",

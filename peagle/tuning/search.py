@@ -39,7 +39,7 @@ class CandidatePass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """The score of a candidate. `excess` is the relative excess over a limit; 0 within all limits."""
+    """The score of a candidate. `excess` is the largest relative excess over a limit; 0 within all limits."""
 
     value: float
     excess: float = 0.0
@@ -84,7 +84,7 @@ class Search:
 
     Attributes:
         spent_s: engine time; updated by the caller.
-        failed: for each engine that failed to start or crashed, the reason. Its finished passes still count.
+        failed: for each engine that failed to start or crashed, the reason. The engine's finished passes still count.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Search:
         return None
 
     def pending(self) -> list[CandidatePass]:
-        """Return the passes that are still to be run: of the grid, or after it of the finalists."""
+        """Return the passes that are still to be run: first those of the grid, then those of the finalists."""
         return self._missing(self.candidates, 1) or self._missing(self._finalists(), FINAL_PASSES)
 
     def pending_s(self, running: str | None = None) -> float:
@@ -148,9 +148,9 @@ class Search:
         if not within_limits:
             return None
         best = within_limits[0]
-        target_only = next((candidate for candidate in within_limits if not candidate.has_drafter), None)
-        if best.has_drafter and target_only is not None and self._value(best) < (1 + MIN_GAIN) * self._value(target_only):
-            return target_only
+        no_drafter = next((candidate for candidate in within_limits if not candidate.has_drafter), None)
+        if best.has_drafter and no_drafter is not None and self._value(best) < (1 + MIN_GAIN) * self._value(no_drafter):
+            return no_drafter
         return best
 
     def _finalists(self) -> list[Candidate]:

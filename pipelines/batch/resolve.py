@@ -194,7 +194,7 @@ def resolve(
     num_nodes: int = 1,
     announce: Callable[[str], None],
 ) -> ResolvedRun:
-    """Resolve a planned run for nodes with known hardware, which need not exist yet.
+    """Resolve a planned run for nodes with known hardware. The nodes need not exist yet.
 
     Args:
         plan: the new or stored plan; until the lease is held, another driver may store another plan.
@@ -246,7 +246,7 @@ def resolve(
 
 
 def may_skip_compiling(options: EngineOptions, spec: EngineSpec) -> bool:
-    """Whether peagle may skip compiling: not if the user decided, with compiled code, or with pipeline stages."""
+    """Return whether compiling is optional: not chosen by the user, not done before, no pipeline stages."""
     return (
         "enforce_eager" not in options.model_fields_set
         and options.pipeline_parallel_size == 1
@@ -255,7 +255,7 @@ def may_skip_compiling(options: EngineOptions, spec: EngineSpec) -> bool:
 
 
 def _is_worth_compiling(config: GenerateConfig, plan: Plan, hardware: Hardware, engine: ResolvedEngine) -> bool:
-    """Whether compiling saves more time than it takes, or peagle may not skip it."""
+    """Return whether compiling saves more time than it takes, or must not be skipped."""
     footprint, num_tokens = footprint_of(engine.model), plan.num_rows * config.max_tokens
     if config.engine == "fake" or footprint is None or not may_skip_compiling(config, engine.spec):
         return True

@@ -41,15 +41,15 @@ class Placement:
     @property
     def options(self) -> dict[str, Any]:
         """Ray's options for the engine's actor."""
-        kind = {"accelerator_type": self.accelerator_type} if self.accelerator_type else {}
-        return {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus or None, **kind}
+        type_option = {"accelerator_type": self.accelerator_type} if self.accelerator_type else {}
+        return {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus or None, **type_option}
 
     @property
     def resources_per_node(self) -> dict[str, float]:
         """The bundle that an engine reserves on one of its nodes, for a placement group."""
         gpus = {"GPU": float(self.num_gpus)} if self.num_gpus else {}
-        kind = {f"{_TYPE_PREFIX}{self.accelerator_type}": _TYPE_AMOUNT} if self.accelerator_type else {}
-        return {"CPU": self.num_cpus, **gpus, **kind}
+        type_resource = {f"{_TYPE_PREFIX}{self.accelerator_type}": _TYPE_AMOUNT} if self.accelerator_type else {}
+        return {"CPU": self.num_cpus, **gpus, **type_resource}
 
     @property
     def bundles(self) -> list[dict[str, float]]:

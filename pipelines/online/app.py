@@ -123,7 +123,7 @@ def resolve(
 
 
 def placements(config: ServeConfig, hardware: Hardware, *, num_nodes: int) -> dict[str, Placement]:
-    """Return the placement of a model's engines, by model name.
+    """Return the placement of each model's engines, by model name.
 
     On CPUs, the cores are divided among the endpoint's engines and the engines of batches. Accelerators are allocated
     on demand, and a batch's engines wait for accelerators, so only the endpoint's engines must fit together.

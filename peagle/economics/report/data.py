@@ -137,7 +137,7 @@ def _notes(account: Account, info: RunInfo, shares: Mapping[str, float]) -> list
             "Each engine loads once, so longer runs have a smaller share."
         )
     if account.price.doubt:
-        notes.append(f"The price may be wrong: {account.price.doubt}.")
+        notes.append(f"The price might be wrong: {account.price.doubt}.")
     if account.price.basis == "assumed":
         notes.append(
             f"Assuming a {account.price.instance_type}: the machine could not be identified or has no known price. "
