@@ -66,7 +66,7 @@ def y_axis_name(name: str, *, at_right: bool = False) -> str:
     return text(WIDTH - RIGHT, 9, name, "axis", "end") if at_right else text(LEFT, 9, name, "axis", "start")
 
 
-def spread_labels(ends: Sequence[tuple[float, str]]) -> list[tuple[float, str]]:
+def spread_labels(labels: Sequence[tuple[float, str]]) -> list[tuple[float, str]]:
     """Move (height, label) pairs apart, as little as possible, so that labels do not overlap; return them by height.
 
     This is isotonic regression: overlapping neighbours are pooled and centred.
@@ -74,7 +74,7 @@ def spread_labels(ends: Sequence[tuple[float, str]]) -> list[tuple[float, str]]:
     >>> spread_labels([(50.0, "b"), (48.0, "a"), (90.0, "c")])
     [(43.0, 'a'), (55.0, 'b'), (90.0, 'c')]
     """
-    ordered = sorted(ends)
+    ordered = sorted(labels)
     pools: list[tuple[float, int]] = []  # height of the first label, and number of labels
     for index, (height, _) in enumerate(ordered):
         first, count = height - index * _LABEL_HEIGHT, 1

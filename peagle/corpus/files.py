@@ -38,8 +38,8 @@ _OTHER_DATA = frozenset({
     ".bz2", ".xz", ".lz4", ".br", ".snappy", ".z", ".gzip",
 })  # fmt: skip
 _DOCUMENTS = frozenset({"readme", "license", "licence", "notice", "changelog", "requirements"})
-# For each input format, the format that `SUFFIXES` gives for its files.
-_FORMAT_OF_SUFFIX = {"jsonl": "jsonl", "openai-batch": "jsonl", "parquet": "parquet", "csv": "csv", "text": "text"}
+# For each input format, the format in `SUFFIXES` of its files.
+_SUFFIX_FORMATS = {"jsonl": "jsonl", "openai-batch": "jsonl", "parquet": "parquet", "csv": "csv", "text": "text"}
 # Files that other programs leave next to data: Spark, Hadoop, Hive, Delta Lake, archives and desktops.
 _MARKERS = (
     "_SUCCESS", "_FAILURE", "_committed_*", "_started_*", "_metadata", "_common_metadata", "*.crc", "*_$folder$",
@@ -74,8 +74,7 @@ def discover(
     """Find the files of a corpus: a file, a folder without subfolders, or a glob. The result is sorted.
 
     The name of an existing file is taken literally, even if it contains wildcards. A glob skips hidden files and
-    markers such as `_SUCCESS`, unless the pattern has their first character, as in `.*`.
-    Suffixes are not case-sensitive.
+    markers such as `_SUCCESS`, unless it has their first character, as in `_*`. Suffixes are not case-sensitive.
 
     Args:
         exclude: the run directory; a glob does not match files in it.
@@ -293,7 +292,7 @@ def _files_in_folder(
     if input_format == "auto":
         chosen = [file for file in data_files if file[2] != "text"] or data_files
     else:
-        suffix_format = _FORMAT_OF_SUFFIX[input_format]
+        suffix_format = _SUFFIX_FORMATS[input_format]
         chosen = [(path, size, input_format) for path, size, kind in data_files if kind == suffix_format]
     chosen_paths = {path for path, *_ in chosen}
     ignored = [
@@ -301,7 +300,7 @@ def _files_in_folder(
     ]
     notes = list(_notes_on_ignored(uri, ignored, folder.sub_folders, input_format))
     if not chosen:
-        kinds = SUFFIXES.values() if input_format == "auto" else (input_format, _FORMAT_OF_SUFFIX[input_format])
+        kinds = SUFFIXES.values() if input_format == "auto" else (input_format, _SUFFIX_FORMATS[input_format])
         suffixes = [suffix for suffix, kind in SUFFIXES.items() if kind in kinds]
         raise InputError(f"input {uri!r}: the folder has no {' or '.join(suffixes)} file", hint="; ".join(notes))
     for note in notes:

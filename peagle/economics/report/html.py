@@ -94,7 +94,8 @@ def timeline_panels(report: Mapping[str, Any]) -> list[Panel]:
     num_shown, num = len(timeline["engines"]), timeline["num_engines"]
     selection = f" Showing the first {num_shown} of {num} engines." if num > num_shown else ""
     pauses = " Dashed lines mark omitted pauses without a running engine." if timeline["pauses"] else ""
-    speed = f"Maximum {peak:,.1f} over {format_duration(timeline['step_s'])}; a unit's tokens are spread evenly."
+    step = format_duration(timeline["step_s"])
+    speed = f"Maximum {peak:,.1f}, averaged over {step}; a unit's tokens are spread evenly over its time in the engine."
     cost = f"{format_usd(usd)} in {format_duration(timeline['total_s'])} of engine time."
     states = (
         "Heartbeats record the duration of states, not their order. Busy time is drawn where a committed unit "
