@@ -117,7 +117,7 @@ class SilenceClock:
     def __init__(self, signs_of_life: Callable[[], int], *, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._signs_of_life = signs_of_life
         self._monotonic = monotonic
-        self._signs = signs_of_life()
+        self._last_signs = signs_of_life()
         self._observed_at = monotonic()
         self._silent_s = 0.0
 
@@ -125,8 +125,8 @@ class SilenceClock:
         """Return the seconds of silence; 0 if the engine has no rows."""
         signs, now = self._signs_of_life(), self._monotonic()
         passed_s = min(now - self._observed_at, _MAX_GAP_S)
-        self._silent_s = self._silent_s + passed_s if is_busy and signs == self._signs else 0.0
-        self._signs, self._observed_at = signs, now
+        self._silent_s = self._silent_s + passed_s if is_busy and signs == self._last_signs else 0.0
+        self._last_signs, self._observed_at = signs, now
         return self._silent_s
 
 

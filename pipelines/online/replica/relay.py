@@ -182,7 +182,7 @@ def _end_without_answer(request: RequestAccount) -> StreamEnd:
 
 
 async def in_pieces(answers: AsyncGenerator[Any, None], pace: Pace) -> AsyncGenerator[Any, None]:
-    """Join the texts of a stream between two sends of `pace`. The first text is sent immediately."""
+    """Join the texts that arrive within one interval of `pace`. The first text is sent immediately."""
     async with contextlib.aclosing(coalesce(answers, pace)) as pieces:
         async for piece in pieces:
             for is_of_stream, group in itertools.groupby(piece, key=_is_of_stream):
