@@ -68,9 +68,10 @@ def add_flags(
         else:
             options["metavar"] = _METAVARS.get(kind, "TEXT")
         headings.get(name, parser).add_argument(*names, **options)
-        for old in _old_names(name, model.model_fields):
-            convert = {} if "action" in options else {"type": functools.partial(removed.to_new_unit, old)}
-            parser.add_argument(f"--{old.replace('_', '-')}", **{**options, "help": argparse.SUPPRESS, **convert})
+        for old_name in _old_names(name, model.model_fields):
+            type_option = {} if "action" in options else {"type": functools.partial(removed.to_new_unit, old_name)}
+            old_options = {**options, "help": argparse.SUPPRESS, **type_option}
+            parser.add_argument(f"--{old_name.replace('_', '-')}", **old_options)
 
 
 def load(

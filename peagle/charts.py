@@ -66,7 +66,7 @@ def y_axis_name(name: str, *, at_right: bool = False) -> str:
     return text(WIDTH - RIGHT, 9, name, "axis", "end") if at_right else text(LEFT, 9, name, "axis", "start")
 
 
-def spread_labels(ends: Sequence[tuple[float, str]]) -> list[tuple[float, str]]:
+def spread_labels(labels: Sequence[tuple[float, str]]) -> list[tuple[float, str]]:
     """Move (height, label) pairs apart, as little as possible, so that labels do not overlap; return them by height.
 
     This is isotonic regression: overlapping neighbours are pooled and centred.
@@ -74,7 +74,7 @@ def spread_labels(ends: Sequence[tuple[float, str]]) -> list[tuple[float, str]]:
     >>> spread_labels([(50.0, "b"), (48.0, "a"), (90.0, "c")])
     [(43.0, 'a'), (55.0, 'b'), (90.0, 'c')]
     """
-    ordered = sorted(ends)
+    ordered = sorted(labels)
     pools: list[tuple[float, int]] = []  # height of the first label, and number of labels
     for index, (height, _) in enumerate(ordered):
         first, count = height - index * _LABEL_HEIGHT, 1
@@ -115,13 +115,13 @@ def standalone(chart: str, heading: str, legend: Sequence[str], height: int = HE
     width = WIDTH + 2 * _MARGIN
     legend_top = _MARGIN + _TITLE_HEIGHT + height + 12
     page_height = legend_top + _LEGEND_LINE * len(legend) + _MARGIN - 4
-    nested = f'<svg x="{_MARGIN}" y="{_MARGIN + _TITLE_HEIGHT}" width="{WIDTH}" height="{height}" '
+    positioned_svg = f'<svg x="{_MARGIN}" y="{_MARGIN + _TITLE_HEIGHT}" width="{WIDTH}" height="{height}" '
     parts = [
         f"<style>svg {{ {LIGHT} font-family: system-ui, sans-serif; }}\n",
         f"@media (prefers-color-scheme: dark) {{ svg {{ {DARK} }} }}\n{RULES}.page {{ fill: var(--card); }}</style>",
         f'<rect class="page" width="{width}" height="{page_height}"/>',
         text(_MARGIN, _MARGIN + 12, shortened(heading, _HEADING_CHARS), "value", "start"),
-        chart.replace("<svg ", nested, 1),
+        chart.replace("<svg ", positioned_svg, 1),
     ]
     for series, label in enumerate(legend):
         y = legend_top + _LEGEND_LINE * series
@@ -192,7 +192,8 @@ def line_chart(curves: Sequence[Curve], axes: Axes) -> str:
     if labels_every_value:
         for x_value, value in (point for _, points in curves for point in points):
             others = [y(other) for _, points in curves for other_x, other in points if other_x == x_value]
-            is_crowded = any(0 < y(value) - other < 24 for other in others)  # if so, the label is below its point
+            # If another point is just above, the label is below its point.
+            is_crowded = any(0 < y(value) - other < 2 * _LABEL_HEIGHT for other in others)
             label = f"{value:.{axes.decimals}f}"
             parts.append(text(x(x_value), y(value) + (18 if is_crowded else -8), label, "value", "middle"))
     else:

@@ -133,7 +133,7 @@ class ResolvedEngine:
         """Return the break-even acceptance lengths by concurrency; empty if unknown.
 
         They come from the profile that the engine follows, or else from the measurements of the model card with the
-        card's own head. With `verify: auto` there are none, because only drafts that are worth their time are verified.
+        card's own head. The result is empty with `verify: auto`, which only verifies drafts that are worth their time.
         """
         if self.spec.drafter is not None and self.spec.drafter.verify == "auto":
             return {}
@@ -213,7 +213,7 @@ def resolve_engine(
     """Resolve an engine, and check that the hardware can hold it.
 
     Args:
-        num_nodes: number of nodes that the engine's ranks are on.
+        num_nodes: number of nodes among which the engine's ranks are divided.
         commits: pinned commits by hub id, for a resumed run or an engine that must equal another one.
         announce: called with a message before something slow, such as converting a model.
     """

@@ -91,15 +91,15 @@ def rates_from_lengths_by_k(lengths: dict[int, float]) -> tuple[float, ...]:
     return tuple(rates)
 
 
-def _numbers(words: str, entry: str) -> Numbers:
+def _numbers(text: str, entry: str) -> Numbers:
     try:
-        if ":" in words:
-            pairs = [word.partition(":") for word in words.split(",")]
+        if ":" in text:
+            pairs = [word.partition(":") for word in text.split(",")]
             lengths = {int(k): float(length) for k, _, length in pairs}
             if min(lengths) < 1 or len(lengths) < len(pairs):
                 raise ValueError("K must be distinct and at least 1; other values are impossible")
             return rates_from_lengths_by_k(lengths)
-        numbers = tuple(float(word) for word in words.split(","))
+        numbers = tuple(float(word) for word in text.split(","))
     except ValueError as error:
         reason = str(error) if "impossible" in str(error) else "contains a value that is not a number"
         raise ValueError(f"synthetic_acceptance {entry!r}: {reason}") from None
@@ -165,8 +165,8 @@ class DraftingOptions(BaseModel):
     @field_validator("drafter")
     @classmethod
     def _heads_of_methods(cls, entries: list[str]) -> list[str]:
-        on_cards = [find_on_cards(entry) for entry in entries]  # a head of the catalog does not need METHOD=
-        entries = [f"{head[0]}={entry}" if head else entry for entry, head in zip(entries, on_cards, strict=True)]
+        found_heads = [find_on_cards(entry) for entry in entries]  # a head of the catalog does not need METHOD=
+        entries = [f"{head[0]}={entry}" if head else entry for entry, head in zip(entries, found_heads, strict=True)]
         form = f"METHOD=HEAD, with a method of {', '.join(DRAFT_METHODS)}"
         for method, head in parse_pairs(entries, form=form).items():
             if method not in DRAFT_METHODS or not head:

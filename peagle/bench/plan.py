@@ -1,6 +1,6 @@
 """The plan of a measurement: target, engines, passes, price.
 
-Configuration errors are raised here or in `prompts`, before an engine starts.
+Configuration errors are raised here or in `bench/prompts.py`, before an engine starts.
 """
 
 import importlib.util
@@ -40,8 +40,8 @@ class Setup:
     method: str
     k: int
     spec: EngineSpec = field(compare=False)
-    head: str | None = None
-    fingerprint: str = ""
+    head: str | None = None  # name of the head; None without one
+    fingerprint: str = ""  # of the head's weights
 
     @property
     def drafter(self) -> DrafterSpec | None:
@@ -81,7 +81,7 @@ def make_setup(
     if fingerprint:
         name_parts.append(digest(fingerprint))
     if drafter is not None and drafter.synthetic_rates:
-        # By lot: drafts are accepted at random.
+        # Drafts are accepted at random, by lot.
         name_parts.append(f"lot-{digest(repr(drafter.synthetic_rates))}")
     if drafter is not None and drafter.lookup:
         name_parts.append("lookup")
@@ -117,12 +117,12 @@ def make_setups(
         if method in DRAFT_METHODS:
             head = _head(method, config, model, hardware)
             assert head.spec is not None, "_head() returns a head"
-            drafter, name, fingerprint = (
+            drafter, head_name, fingerprint = (
                 apply_drafter_options(head.spec, config, hardware),
                 head.name,
                 head.fingerprint or "",
             )
-            notes.append(f"{METHOD_NAMES[method]}: {name}, {head.note}{drafter_note(drafter)}")
+            notes.append(f"{METHOD_NAMES[method]}: {head_name}, {head.note}{drafter_note(drafter)}")
         else:
             if method == "suffix" and importlib.util.find_spec("arctic_inference") is None:
                 raise ConfigError(
@@ -130,10 +130,10 @@ def make_setups(
                     hint="pip install arctic-inference, or remove suffix from --methods",
                 )
             drafter = DrafterSpec(method=cast(LookupMethod, method), model="", num_speculative_tokens=1)
-            name, fingerprint = None, ""
+            head_name, fingerprint = None, ""
         for k in config.num_speculative_tokens:
             drafter_at_k = _with_synthetic_acceptance(replace(drafter, num_speculative_tokens=k), config)
-            setups.append(make_setup(spec, drafter_at_k, head=name, fingerprint=fingerprint))
+            setups.append(make_setup(spec, drafter_at_k, head=head_name, fingerprint=fingerprint))
     return setups, notes
 
 
@@ -158,7 +158,7 @@ def _head(method: str, config: BenchConfig, model: ResolvedModel, hardware: Hard
         raise DrafterError(error.message, hint=hint) from error
     assert head.spec is not None, "a method always resolves to a head"
     if head.spec.method != method:
-        raise DrafterError(f"--drafter {method}={name}: is a head of method {head.spec.method}")
+        raise DrafterError(f"--drafter {method}={name}: this is a head of method {head.spec.method}")
     return head
 
 

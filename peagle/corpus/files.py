@@ -38,7 +38,8 @@ _OTHER_DATA = frozenset({
     ".bz2", ".xz", ".lz4", ".br", ".snappy", ".z", ".gzip",
 })  # fmt: skip
 _DOCUMENTS = frozenset({"readme", "license", "licence", "notice", "changelog", "requirements"})
-_SUFFIX_OF = {"jsonl": "jsonl", "openai-batch": "jsonl", "parquet": "parquet", "csv": "csv", "text": "text"}
+# For each input format, the format in `SUFFIXES` of its files.
+_SUFFIX_FORMATS = {"jsonl": "jsonl", "openai-batch": "jsonl", "parquet": "parquet", "csv": "csv", "text": "text"}
 # Files that other programs leave next to data: Spark, Hadoop, Hive, Delta Lake, archives and desktops.
 _MARKERS = (
     "_SUCCESS", "_FAILURE", "_committed_*", "_started_*", "_metadata", "_common_metadata", "*.crc", "*_$folder$",
@@ -73,7 +74,7 @@ def discover(
     """Find the files of a corpus: a file, a folder without subfolders, or a glob. The result is sorted.
 
     The name of an existing file is taken literally, even if it contains wildcards. A glob skips hidden files and
-    markers such as `_SUCCESS`, unless it spells out their first character. Suffixes are not case-sensitive.
+    markers such as `_SUCCESS`, unless it has their first character, as in `_*`. Suffixes are not case-sensitive.
 
     Args:
         exclude: the run directory; a glob does not match files in it.
@@ -180,7 +181,7 @@ def _locate_local(uri: str, exclude: str | None) -> "list[tuple[str, int]] | _Fo
 
 
 def _has_data(folder: Path) -> bool:
-    """Whether a subfolder has data files, except text, among its first entries, and is not a run's folder."""
+    """Return whether a subfolder's first files include data other than text, and it is not a run directory."""
     if _is_skipped(folder.name, []) or (folder / "run.json").exists():
         return False
     names = (name for _, _, files in os.walk(folder) for name in files or ("",))
@@ -228,7 +229,7 @@ def _locate_remote(uri: str, exclude: str | None) -> "list[tuple[str, int]] | _F
 
 
 def _listing(store: Any, uri: str, exclude: str | None) -> tuple[list[dict[str, Any]], bool]:
-    """Return the objects that match, and whether the name is a folder."""
+    """Return the objects that match, and whether `uri` names a folder."""
     if not uri.endswith("/") and store.isfile(uri) and not _is_folder_object(store, info := store.info(uri)):
         return [info], False
     is_folder = not any(c in uri for c in "*?[") or store.isdir(uri)
@@ -242,7 +243,7 @@ def _listing(store: Any, uri: str, exclude: str | None) -> tuple[list[dict[str, 
 
 
 def _is_folder_object(store: Any, info: dict[str, Any]) -> bool:
-    """Whether an object is empty and only represents a folder."""
+    """Return whether an object is empty and only represents a folder."""
     if info["size"]:
         return False
     return info["name"].endswith("/") or any(
@@ -252,8 +253,10 @@ def _is_folder_object(store: Any, info: dict[str, Any]) -> bool:
 
 def _without_markers(uri: str, pattern: str, names: list[str]) -> list[str]:
     """Return the matches of a glob that are neither hidden nor markers, or raise InputError if no others match."""
-    spelled_out = [part for part in PurePosixPath(pattern).parts if part[0] in "._"]
-    data = [name for name in names if not any(_is_skipped(part, spelled_out) for part in PurePosixPath(name).parts)]
+    allowed_patterns = [part for part in PurePosixPath(pattern).parts if part[0] in "._"]
+    data = [
+        name for name in names if not any(_is_skipped(part, allowed_patterns) for part in PurePosixPath(name).parts)
+    ]
     if names and not data:
         marker = PurePosixPath(names[0]).name
         raise InputError(
@@ -262,10 +265,10 @@ def _without_markers(uri: str, pattern: str, names: list[str]) -> list[str]:
     return data
 
 
-def _is_skipped(part: str, spelled_out: list[str]) -> bool:
-    """Return whether a part of a path is hidden or a marker, and matches no pattern in `spelled_out`."""
+def _is_skipped(part: str, allowed_patterns: list[str]) -> bool:
+    """Return whether a part of a path is hidden or a marker, and matches no pattern in `allowed_patterns`."""
     is_special = part.startswith(".") or any(fnmatch.fnmatchcase(part, marker) for marker in _MARKERS)
-    return is_special and not any(fnmatch.fnmatchcase(part, pattern) for pattern in spelled_out)
+    return is_special and not any(fnmatch.fnmatchcase(part, pattern) for pattern in allowed_patterns)
 
 
 def _no_such_file(uri: str) -> NoReturn:
@@ -289,14 +292,15 @@ def _files_in_folder(
     if input_format == "auto":
         chosen = [file for file in data_files if file[2] != "text"] or data_files
     else:
-        chosen = [(path, size, input_format) for path, size, kind in data_files if kind == _SUFFIX_OF[input_format]]
+        suffix_format = _SUFFIX_FORMATS[input_format]
+        chosen = [(path, size, input_format) for path, size, kind in data_files if kind == suffix_format]
     chosen_paths = {path for path, *_ in chosen}
     ignored = [
         path for path, _ in visible if path not in chosen_paths and not _is_skipped(PurePosixPath(path).name, [])
     ]
     notes = list(_notes_on_ignored(uri, ignored, folder.sub_folders, input_format))
     if not chosen:
-        kinds = SUFFIXES.values() if input_format == "auto" else (input_format, _SUFFIX_OF[input_format])
+        kinds = SUFFIXES.values() if input_format == "auto" else (input_format, _SUFFIX_FORMATS[input_format])
         suffixes = [suffix for suffix, kind in SUFFIXES.items() if kind in kinds]
         raise InputError(f"input {uri!r}: the folder has no {' or '.join(suffixes)} file", hint="; ".join(notes))
     for note in notes:

@@ -140,24 +140,24 @@ def scan(
                 file_spans, schema = scan_parquet(file, sizes, rows_left, digest, estimate, old_digest=not version)
                 num_valid += sum(s.num_rows for s in file_spans)
             else:
-                text = _TextScan(file, index, ids, estimate)
-                file_spans, schema = text.run(sizes, rows_left, digest)
-                num_valid, first_error = num_valid + text.num_valid, first_error or text.first_error
+                text_scan = _TextScan(file, index, ids, estimate)
+                file_spans, schema = text_scan.run(sizes, rows_left, digest)
+                num_valid, first_error = num_valid + text_scan.num_valid, first_error or text_scan.first_error
             spans += file_spans
             rows_left -= sum(s.num_rows for s in file_spans)
             schemas.append(schema)
         if repeated := ids.first_repeated():
-            (first, first_line), (second, second_line) = repeated
+            (first_file, first_line), (second_file, second_line) = repeated
             raise InputError(
-                f"input {files[second].path} line {second_line}: its custom_id is also in {files[first].path} line"
-                f" {first_line}",
+                f"input {files[second_file].path} line {second_line}: its custom_id is also in"
+                f" {files[first_file].path} line {first_line}",
                 hint="each request of a batch needs a unique custom_id",
             )
     if not spans:
         raise InputError(f"input {files[0].path}: it has no rows")
     schema = unify_schemas(schemas)
     if not num_valid or not len(schema):
-        raise InputError(f"input: no row is valid; first error: {first_error or 'an empty object'}")
+        raise InputError(f"input: no row is valid; first error: {first_error or 'every row is an empty object'}")
     return spans, schema, version + digest.hexdigest()
 
 
@@ -218,15 +218,15 @@ class _TextScan:
     ) -> Span | None:
         """Return the next span; None at the end of the file."""
         start, first_line, header = lines.position, lines.number, ""  # a CSV file's first span starts with its header
-        num_rows = work = size = 0
+        num_rows = work = span_rows = 0
         previous_position = start
         for record in rows:
-            size = size or min(next(sizes), max_rows - first_row)
+            span_rows = span_rows or min(next(sizes), max_rows - first_row)
             header, num_rows = record.header, num_rows + 1
             work += self._estimate.of_row(record.row, lines.position - previous_position)
             previous_position = lines.position
             self._add(record)
-            if num_rows == size:
+            if num_rows == span_rows:
                 break
         if not num_rows:
             return None

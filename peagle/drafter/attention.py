@@ -28,7 +28,7 @@ MIN_BLOCK_ROWS = 128  # minimum rows of a block; larger blocks compute more scor
 _TOKENS_PER_BLOCK_ROW = 16  # long documents have larger blocks, because each block gathers the known tokens again
 _MAX_PADDED_SCORES = 2**27  # per training step and attention head: 128 MiB of mask
 
-_MULTIPLE = 8  # padded lengths are multiples of this, which GPU kernels require for masks
+_PAD_MULTIPLE = 8  # padded lengths are multiples of this, which GPU kernels require for masks
 # Excludes cuDNN: its gradients were not finite for the masks of an EAGLE-3 head (H200, torch 2.11.0, 2026-11-26).
 _KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 _LAST_ANCHOR = int(torch.iinfo(torch.long).max)
@@ -98,8 +98,8 @@ class PaddedBlocks:
     query_NQ: torch.Tensor  # indices of the query rows; 0 for padding
     key_NK: torch.Tensor  # indices of the key rows; 0 for padding
     unpadded_S: torch.Tensor  # indices in N * Q of the rows that are not padding
-    # Bool, shared by all layers; None means causal attention. No row attends to padding; padding may attend to all
-    # known tokens.
+    # Bool, shared by all layers; None means causal attention. No row attends to padding. Padding rows attend to
+    # all known tokens, and their output is dropped.
     mask_NQK: torch.Tensor | None
 
     @classmethod
@@ -125,9 +125,9 @@ class PaddedBlocks:
         """Return the indices of the query rows, [S], and their attention, [1, heads, S, head_dim]."""
         # Gather in float32, because the gradient of the first keys is a sum over all blocks.
         sum_dtype = torch.promote_types(key.dtype, torch.float32)
-        parts = [_gather(query, self.query_NQ)]
-        parts += [_gather(tensor.to(sum_dtype), self.key_NK).to(tensor.dtype) for tensor in (key, value)]
-        output = _attend(parts, None if self.mask_NQK is None else self.mask_NQK[:, None], scaling)
+        query_key_value = [_gather(query, self.query_NQ)]
+        query_key_value += [_gather(tensor.to(sum_dtype), self.key_NK).to(tensor.dtype) for tensor in (key, value)]
+        output = _attend(query_key_value, None if self.mask_NQK is None else self.mask_NQK[:, None], scaling)
         flat = output.transpose(0, 1).flatten(1, 2)[None]
         return self.query_NQ.flatten()[self.unpadded_S], flat[:, :, self.unpadded_S]
 
@@ -153,16 +153,16 @@ DocumentPlan = AttentionPlan | PaddedPlan
 
 def parallel_attention_plan(documents: Sequence[Rows]) -> AttentionPlan:
     """Plan the attention of a P-EAGLE head: one pass over all depths. Rows are packed document by document."""
-    blocks, first = [], 0
+    blocks, first_row = [], 0
     for rows in documents:
-        known = slice(first, first + rows.num_known)
+        known = slice(first_row, first_row + rows.num_known)
         blocks.append(Block(known, (known,)))
         for start, stop in _chain_blocks(rows, range(rows.num_known, len(rows))):
             key_index = torch.cat([torch.arange(int(rows.anchor_S[stop - 1]) + 1), torch.arange(start, stop)])
-            chain_rows = slice(first + start, first + stop)
-            keys = (slice(first, first + len(key_index) - (stop - start)), chain_rows)
+            chain_rows = slice(first_row + start, first_row + stop)
+            keys = (slice(first_row, first_row + len(key_index) - (stop - start)), chain_rows)
             blocks.append(Block(chain_rows, keys, rows.select(torch.arange(start, stop)), rows.select(key_index)))
-        first += len(rows)
+        first_row += len(rows)
     return AttentionPlan(tuple(blocks))
 
 
@@ -176,16 +176,16 @@ def sequential_attention_plan(documents: Sequence[Rows], depth: int) -> Attentio
     starts = (counts.flatten().cumsum(0) - counts.flatten()).view_as(counts)
     blocks = []
     for index, rows in enumerate(documents):
-        first = int(starts[depth, index] - starts[depth, 0])
+        first_row = int(starts[depth, index] - starts[depth, 0])
         if depth == 0:
-            known = slice(first, first + rows.num_known)
+            known = slice(first_row, first_row + rows.num_known)
             blocks.append(Block(known, (known,)))
             continue
         anchors = [rows.anchor_S[rows.depth_S == d] for d in range(depth + 1)]
         block_rows = _block_rows(rows.num_known)
         for start in range(0, len(anchors[depth]), block_rows):
             stop = min(start + block_rows, len(anchors[depth]))
-            blocks.append(_sequential_block(anchors, starts[:, index].tolist(), first, start, stop))
+            blocks.append(_sequential_block(anchors, starts[:, index].tolist(), first_row, start, stop))
     return AttentionPlan(tuple(blocks))
 
 
@@ -200,7 +200,7 @@ def block_attention_plan(
         num_context: number of keys of the context. The keys of the blocks follow, ordered like the query rows.
         block_size: query rows of each block.
     """
-    blocks, first = [], 0
+    blocks, first_row = [], 0
     for rows, start in zip(documents, starts, strict=True):
         anchors = rows.block_anchors
         for group in torch.split(anchors, max(1, _block_rows(int(anchors[-1])) // block_size)):
@@ -211,14 +211,14 @@ def block_attention_plan(
             key_rows = Rows(torch.cat([context, anchor]), torch.cat([torch.zeros_like(context), query_rows.depth_S]))
             keys = (
                 slice(start, start + len(context)),
-                slice(num_context + first, num_context + first + num_rows),
+                slice(num_context + first_row, num_context + first_row + num_rows),
             )
-            blocks.append(Block(slice(first, first + num_rows), keys, query_rows, key_rows))
-            first += num_rows
+            blocks.append(Block(slice(first_row, first_row + num_rows), keys, query_rows, key_rows))
+            first_row += num_rows
     return AttentionPlan(tuple(blocks))
 
 
-def _sequential_block(anchors: list[torch.Tensor], starts: list[int], first: int, start: int, stop: int) -> Block:
+def _sequential_block(anchors: list[torch.Tensor], starts: list[int], first_row: int, start: int, stop: int) -> Block:
     depth = len(anchors) - 1
     query_anchors = anchors[depth][start:stop]
     low, high = int(query_anchors[0]), int(query_anchors[-1])
@@ -229,7 +229,7 @@ def _sequential_block(anchors: list[torch.Tensor], starts: list[int], first: int
         keys.append(slice(starts[d] + begin, starts[d] + end))
         key_rows.append(Rows(key_anchors[begin:end], torch.full((end - begin,), d)))
     return Block(
-        slice(first + start, first + stop),
+        slice(first_row + start, first_row + stop),
         tuple(keys),
         Rows(query_anchors, torch.full_like(query_anchors, depth)),
         Rows(torch.cat([rows.anchor_S for rows in key_rows]), torch.cat([rows.depth_S for rows in key_rows])),
@@ -298,12 +298,13 @@ class _BlockAttention(torch.autograd.Function):
         dtype = sum_dtype if query.device.type == "cpu" else query.dtype
         grad_key, grad_value = torch.zeros_like(key, dtype=sum_dtype), torch.zeros_like(value, dtype=sum_dtype)
         for block in ctx.plan.blocks:
-            parts = [part.detach().to(dtype).requires_grad_() for part in _query_key_value(block, query, key, value)]
+            block_tensors = _query_key_value(block, query, key, value)
+            query_key_value = [tensor.detach().to(dtype).requires_grad_() for tensor in block_tensors]
             with torch.enable_grad():
-                output = _attend(parts, block.mask(), ctx.scaling)
+                output = _attend(query_key_value, block.mask(), ctx.scaling)
             block_grad = grad_output[:, :, block.query].to(dtype)
             grad_query[:, :, block.query], block_grad_key, block_grad_value = torch.autograd.grad(
-                output, parts, block_grad
+                output, query_key_value, block_grad
             )
             start = 0
             for keys in block.keys:
@@ -321,10 +322,10 @@ def _query_key_value(block: Block, query: torch.Tensor, key: torch.Tensor, value
     ]
 
 
-def _attend(parts: Sequence[torch.Tensor], mask: torch.Tensor | None, scaling: float | None) -> torch.Tensor:
-    query, key, value = parts
-    groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+def _attend(query_key_value: Sequence[torch.Tensor], mask: torch.Tensor | None, scaling: float | None) -> torch.Tensor:
+    query, key, value = query_key_value
+    heads_per_kv_head = query.shape[1] // key.shape[1]
+    key, value = (tensor.repeat_interleave(heads_per_kv_head, dim=1) for tensor in (key, value))
     with sdpa_kernel(_KERNELS):
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling)
 
@@ -335,7 +336,7 @@ def _length(rows: slice) -> int:
 
 def _pad(rows: Sequence[torch.Tensor], filler: int = 0) -> torch.Tensor:
     padded = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=filler)
-    return F.pad(padded, (0, -padded.shape[1] % _MULTIPLE), value=filler)
+    return F.pad(padded, (0, -padded.shape[1] % _PAD_MULTIPLE), value=filler)
 
 
 def _pad_rows(rows: Sequence[Rows], *, anchor: int, depth: int) -> Rows:

@@ -39,9 +39,9 @@ PROMPT = "prompt"  # replaces the source's column name, which may conflict with 
 
 
 def read_prompts(config: TrainConfig, say: Callable[[str], None]) -> list[Row]:
-    """Read rows with `id` and either `messages` or `prompt` (the same for all rows), and report dropped rows.
+    """Read rows with `id` and, in all rows, either `messages` or `prompt`; report dropped rows.
 
-    A limit is divided evenly among the sources; if one has too few rows, the others provide more.
+    A limit is divided evenly among the sources; if a source has too few rows, the others provide more.
     """
     index = build_index(config.exclude)
     rows_by_source: list[list[Row]] = []
@@ -51,8 +51,8 @@ def read_prompts(config: TrainConfig, say: Callable[[str], None]) -> list[Row]:
             kept, source_dropped = _read_shipped(source, config, index)
         else:
             prompts = list(_prompts_of(source, config.prompt_column))
-            checked = decontaminate(prompts, index, text=lambda row: row_text(row, PROMPT))
-            kept, source_dropped = checked.kept, checked.dropped
+            decontaminated = decontaminate(prompts, index, text=lambda row: row_text(row, PROMPT))
+            kept, source_dropped = decontaminated.kept, decontaminated.dropped
         rows_by_source.append(kept)
         dropped += source_dropped
     shares = divide_evenly(config.limit, [len(kept) for kept in rows_by_source])
@@ -113,8 +113,8 @@ def divide_evenly(limit: int | None, sizes: Sequence[int]) -> list[int]:
     if limit is None:
         return list(sizes)
     num_left, shares = limit, [0] * len(sizes)
-    for num_done, index in enumerate(sorted(range(len(sizes)), key=sizes.__getitem__)):
-        shares[index] = min(sizes[index], num_left // (len(sizes) - num_done))
+    for num_sources_done, index in enumerate(sorted(range(len(sizes)), key=sizes.__getitem__)):
+        shares[index] = min(sizes[index], num_left // (len(sizes) - num_sources_done))
         num_left -= shares[index]
     return shares
 
@@ -123,9 +123,9 @@ def shipped_prompts(
     source: str, index: NgramIndex, *, limit: int | None = None, seed: int = 0
 ) -> tuple[list[TrainingPrompt], Decontaminated[Material]]:
     """Return `limit` prompts of a shipped source (default: one per material), and its materials."""
-    checked = _materials(source, index)
-    limit = len(checked.kept) if limit is None else limit
-    return list(generate_prompts(checked.kept, source=source, seed=seed, limit=limit)), checked
+    decontaminated = _materials(source, index)
+    limit = len(decontaminated.kept) if limit is None else limit
+    return list(generate_prompts(decontaminated.kept, source=source, seed=seed, limit=limit)), decontaminated
 
 
 def _materials(source: str, index: NgramIndex) -> Decontaminated[Material]:
@@ -133,16 +133,16 @@ def _materials(source: str, index: NgramIndex) -> Decontaminated[Material]:
 
 
 def _read_shipped(source: str, config: TrainConfig, index: NgramIndex) -> tuple[list[Row], list[Dropped[Row]]]:
-    checked = _materials(source, index)
-    limit = len(checked.kept) if config.limit is None else min(config.limit, num_available(checked.kept))
-    prompts = generate_prompts(checked.kept, source=source, limit=limit)
+    decontaminated = _materials(source, index)
+    limit = len(decontaminated.kept) if config.limit is None else min(config.limit, num_available(decontaminated.kept))
+    prompts = generate_prompts(decontaminated.kept, source=source, limit=limit)
     dropped = [
         Dropped(
             item={"id": f"{drop.item.module}.{drop.item.name}"},
             overlap=drop.overlap,
             evaluation_set=drop.evaluation_set,
         )
-        for drop in checked.dropped
+        for drop in decontaminated.dropped
     ]
     return [{"id": prompt.id, PROMPT: prompt.prompt} for prompt in prompts], dropped
 
@@ -195,22 +195,22 @@ class TrainingDocuments:
 def read_corpus(config: TrainConfig, target: Target, say: Callable[[str], None]) -> TrainingDocuments:
     column = config.prompt_column if config.responses == "given" else PROMPT
     rows = [row for source in config.response_sources for row in read_responses(source)]
-    checked = decontaminate(rows, build_index(config.exclude), text=lambda row: row_text(row, column))
+    decontaminated = decontaminate(rows, build_index(config.exclude), text=lambda row: row_text(row, column))
     samples, rejected = build_samples(
-        checked.kept, target.tokenizer, prompt_column=column, max_tokens=config.max_document_tokens
+        decontaminated.kept, target.tokenizer, prompt_column=column, max_tokens=config.max_document_tokens
     )
     if not samples:
         reason = rejected[0].reason if rejected else f"every row overlaps {', '.join(config.exclude)}"
         sources = ", ".join(map(str, config.response_sources))
         raise InputError(f"{sources}: no row yields a document; first error: {reason}")
     target.require_tokens(samples)
-    say(f"{len(samples):,} documents, {len(rejected)} rejected, {len(checked.dropped)} dropped for overlap")
-    report_dropped(checked.dropped, say)
+    say(f"{len(samples):,} documents, {len(rejected)} rejected, {len(decontaminated.dropped)} dropped for overlap")
+    report_dropped(decontaminated.dropped, say)
     num_held_out = round(len(samples) * config.held_out)
     by_hash = sorted(range(len(samples)), key=lambda i: hashlib.sha256(samples[i].id.encode()).digest())
     return TrainingDocuments(
         samples=samples,
         rejected=rejected,
-        dropped=checked.dropped,
+        dropped=decontaminated.dropped,
         held_out=frozenset(by_hash[:num_held_out]),
     )

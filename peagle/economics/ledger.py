@@ -44,7 +44,7 @@ REQUESTS, BEATS = "requests", "beats"
 MERGED = "merged-"
 INDEX = ".index"
 _MARK_BYTES = 4096  # covered by the checksum that identifies an offset: several lines with unique ids
-_RETRIES = 10
+_MAX_TRIES = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ def segments(folder: StoragePath, kind: str) -> list[Segment]:
 
 def retry_if_moved(read: Callable[[], T]) -> T:
     """Call `read`, and retry if compaction deletes a file during the call."""
-    for _ in range(_RETRIES - 1):
+    for _ in range(_MAX_TRIES - 1):
         with contextlib.suppress(FileNotFoundError):
             return read()
     return read()
@@ -139,7 +139,7 @@ def segments_by_name(files: LedgerFiles) -> dict[str, Segment]:
                 by_name[segment.name] = segment
     for name, path in files.own.items():
         while name in by_name and not continues_segment(path, by_name[name]):
-            name += "+"
+            name += "+"  # the new file of a process that continued
         by_name[name] = Segment(name, path)
     return dict(sorted(by_name.items()))
 
@@ -163,7 +163,7 @@ def list_files(folder: StoragePath, kind: str) -> dict[str, StoragePath]:
     # A listing during compaction may miss both a new file and the old file that it replaces, so listing is repeated
     # until two consecutive listings are equal.
     previous_names: set[str] | None = None
-    for _ in range(_RETRIES):
+    for _ in range(_MAX_TRIES):
         listing = {path.name: path for path in folder.glob(f"{kind}-*")}
         if set(listing) == previous_names:
             break
@@ -172,14 +172,14 @@ def list_files(folder: StoragePath, kind: str) -> dict[str, StoragePath]:
 
 
 @lru_cache(maxsize=256)  # an index never changes
-def _read_index(index: str) -> list[tuple[str, int, int]]:
+def _read_index(index_path: str) -> list[tuple[str, int, int]]:
     members, begin = [], 0
     try:
-        for name, size in json.loads(storage_path(index).read_bytes())["members"]:
+        for name, size in json.loads(storage_path(index_path).read_bytes())["members"]:
             members.append((str(name), begin, int(size)))
             begin += int(size)
     except (ValueError, TypeError, KeyError) as error:
-        raise PeagleError(f"{index} is damaged: {error}") from error
+        raise PeagleError(f"{index_path} is damaged: {error}") from error
     return members
 
 
@@ -243,7 +243,7 @@ class SessionReader:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._known: dict[Path, tuple[tuple[int, int], list[EngineSession]]] = {}
+        self._cache: dict[Path, tuple[tuple[int, int], list[EngineSession]]] = {}
 
     def all(self) -> list[EngineSession]:
         return retry_if_moved(self._read_changed)
@@ -253,9 +253,9 @@ class SessionReader:
         for path in cast(list[Path], session_files(self._folder)):
             status = path.stat()
             version = (status.st_ino, status.st_mtime_ns)  # each heartbeat creates a new file
-            known = self._known.get(path)
-            sessions_by_path[path] = known if known and known[0] == version else (version, read_session_file(path))
-        self._known = sessions_by_path
+            cached = self._cache.get(path)
+            sessions_by_path[path] = cached if cached and cached[0] == version else (version, read_session_file(path))
+        self._cache = sessions_by_path
         return latest_records(session for _, sessions in sessions_by_path.values() for session in sessions)
 
     def session_at(self, session: EngineSession, moment: float) -> EngineSession:
@@ -275,8 +275,8 @@ def read_session_at(folder: StoragePath, session: EngineSession, moment: float) 
     beats = find_segment(folder, f"{BEATS}-{session.session_id}.jsonl")
     earlier, later = _beats_around(beats, moment) if beats else (None, None)
     later_beats = [beat for beat in (later, session) if beat is not None and beat.last_seen_at > moment]
-    after = min(later_beats, key=lambda beat: beat.last_seen_at, default=session)
-    return after if after.last_seen_at <= moment else interpolate_session(moment, earlier, after)
+    next_beat = min(later_beats, key=lambda beat: beat.last_seen_at, default=session)
+    return next_beat if next_beat.last_seen_at <= moment else interpolate_session(moment, earlier, next_beat)
 
 
 def _beats_around(beats: Segment, moment: float) -> tuple[EngineSession | None, EngineSession | None]:
@@ -331,7 +331,7 @@ def requests_file(folder: Path, session_id: str) -> Path:
 def append_request(folder: Path, request: RequestUsage) -> None:
     """Append a request to the file of its process, in one write.
 
-    A crash leaves at most a torn last line. A power failure may lose the line until the file is synced (`GroupSync`).
+    A crash leaves at most a torn last line. A power failure may lose lines that are not synced yet (`GroupSync`).
     """
     append_line(requests_file(folder, request.usage.session_id), request.to_json())
 

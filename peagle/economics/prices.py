@@ -33,7 +33,7 @@ COLUMNS = (
 class Offer:
     """An instance type in one region, priced in USD per hour. A price is None if the market is not offered.
 
-    `doubt_on_demand` says why the on-demand price may be wrong; it is empty if nothing suggests it.
+    `doubt_on_demand` says why the on-demand price might be wrong; it is empty if nothing suggests it.
     """
 
     instance_type: str
@@ -116,20 +116,20 @@ def _check_columns(path: Path, names: list[str]) -> None:
 def _offer(path: Path, line: int, row: Mapping[str | None, str | None]) -> Offer:
     if None in row or None in row.values():
         raise PriceError(f"{path}, line {line}: the number of fields differs from the header")
-    cells = {str(name): (value or "").strip() for name, value in row.items()}
+    values = {str(name): (value or "").strip() for name, value in row.items()}
     try:
         return Offer(
-            instance_type=cells["instance_type"],
-            provider=cells.get("provider", ""),
-            region=cells.get("region", ""),
-            accelerator=cells.get("accelerator") or None,
-            num_accelerators=int(cells.get("accelerator_count") or 0),
-            num_vcpus=int(cells.get("vcpus") or 0),
-            memory_gib=float(cells["memory_gib"]) if cells.get("memory_gib") else None,
-            **{name: float(cells[name]) for name in PRICE_COLUMNS if cells.get(name)},
-            as_of=cells.get("as_of") or "undated",
-            source=cells.get("source") or path.name,
-            doubt_on_demand=cells.get("doubt_on_demand", ""),
+            instance_type=values["instance_type"],
+            provider=values.get("provider", ""),
+            region=values.get("region", ""),
+            accelerator=values.get("accelerator") or None,
+            num_accelerators=int(values.get("accelerator_count") or 0),
+            num_vcpus=int(values.get("vcpus") or 0),
+            memory_gib=float(values["memory_gib"]) if values.get("memory_gib") else None,
+            **{name: float(values[name]) for name in PRICE_COLUMNS if values.get(name)},
+            as_of=values.get("as_of") or "undated",
+            source=values.get("source") or path.name,
+            doubt_on_demand=values.get("doubt_on_demand", ""),
         )
     except ValueError as error:
         raise PriceError(f"{path}, line {line}: {error}") from error
@@ -153,7 +153,7 @@ def is_accelerator(name: str | None, device_name: str) -> bool:
         return False
     words = _words(device_name)
     if _FORM_FACTOR.search(name.upper()) and not {"PCIE", "NVL"}.isdisjoint(words):
-        return False
+        return False  # an SXM device is not the PCIe or NVL variant
     compact_name = "".join(_words(name))
     sequences = {"".join(words[i:j]) for i in range(len(words)) for j in range(i + 1, len(words) + 1)}
     memory = [word for word in words if _MEMORY.fullmatch(word)]
@@ -182,7 +182,7 @@ class Price:
     Attributes:
         market: "fixed" if the user stated the price.
         accelerator: name in the price table; None for CPU instances.
-        doubt: why the price may be wrong; empty if nothing suggests it.
+        doubt: why the price might be wrong; empty if nothing suggests it.
         basis: whether the user stated the price or instance type, or the type was detected or assumed; None for a row
             of the table.
         on_demand_usd_per_hour: on-demand price of a spot instance; None if unknown.
@@ -234,7 +234,7 @@ class Price:
 
     @property
     def on_demand_usd_per_device_s(self) -> float:
-        """The on-demand price per device of a spot instance; 0 if unknown."""
+        """The on-demand price per device-second of a spot instance; 0 if unknown."""
         return (self.on_demand_usd_per_hour or 0.0) / self.num_devices / 3600
 
     def to_dict(self) -> dict[str, object]:
@@ -304,7 +304,7 @@ class PriceTable:
         )
 
     def offer(self, instance_type: str | None) -> Offer | None:
-        """Return an instance type in any region, or None. Its devices are the same everywhere."""
+        """Return an offer of an instance type in any region, or None. Its devices are the same in all regions."""
         return next((offer for offer in self.offers if offer.instance_type == instance_type), None)
 
     def has_accelerator(self, instance_type: str, accelerator: str | None) -> bool:
@@ -317,17 +317,17 @@ class PriceTable:
         return [offer for offer in self.offers if is_accelerator(offer.accelerator, accelerator)]
 
     def _matching_offers(self, instance_type: str, provider: str | None, region: str | None) -> list[Offer]:
-        everywhere = [offer for offer in self.offers if offer.instance_type == instance_type]
-        if not everywhere:
+        in_all_regions = [offer for offer in self.offers if offer.instance_type == instance_type]
+        if not in_all_regions:
             suggestion = did_you_mean(instance_type, {offer.instance_type for offer in self.offers})
             message = f"no price for the instance type {instance_type!r}"
             raise PriceError(message, hint=f"{suggestion}; or {PRICE_HINT}")
         matching = [
-            offer for offer in everywhere if provider in (None, offer.provider) and region in (None, offer.region)
+            offer for offer in in_all_regions if provider in (None, offer.provider) and region in (None, offer.region)
         ]
         if not matching:
             place = " ".join(part for part in (provider, region) if part)
-            message = f"no price for {instance_type} at {place}; known prices: {_listing(everywhere)}"
+            message = f"no price for {instance_type} at {place}; known prices: {_listing(in_all_regions)}"
             raise PriceError(message, hint=PRICE_HINT)
         return matching
 

@@ -102,11 +102,11 @@ class Spend:
         return cls(attributed_usd=work.usd, savings=savings, **{name: getattr(work, name) for name in COUNTS})
 
     def __add__(self, other: Self) -> Self:
-        sums = {name: getattr(self, name) + getattr(other, name) for name in _ADDED}
+        sums = {name: getattr(self, name) + getattr(other, name) for name in _SUMMED_FIELDS}
         return type(self)(**sums, is_priced=self.is_priced and other.is_priced)
 
 
-_ADDED = tuple(attribute.name for attribute in fields(Spend) if attribute.name != "is_priced")
+_SUMMED_FIELDS = tuple(attribute.name for attribute in fields(Spend) if attribute.name != "is_priced")
 KINDS = ("attributed", "loading", "idle", "lost")
 
 
@@ -148,13 +148,14 @@ class Charge:
 
 def charges(ledger: Ledger, days: Days) -> Iterator[Charge]:
     """Yield the charges of these days. Consecutive periods add up to the charges of all days."""
-    work_of: defaultdict[str, list[tuple[SpendingGroup, Work]]] = defaultdict(list)
+    work_by_session: defaultdict[str, list[tuple[SpendingGroup, Work]]] = defaultdict(list)
     for group, work in ledger.work.items():
-        work_of[group.session_id].append((group, work))
+        work_by_session[group.session_id].append((group, work))
     for session in ledger.sessions:
         first_day = day_of(session.started_at)
         committed = [
-            (replace(group, day=max(group.day, first_day)), work) for group, work in work_of.pop(session.session_id, [])
+            (replace(group, day=max(group.day, first_day)), work)
+            for group, work in work_by_session.pop(session.session_id, [])
         ]
         last_day = max([day_of(session.last_seen_at), *(group.day for group, _ in committed)])
         if not days.overlaps(first_day, last_day):
@@ -163,7 +164,7 @@ def charges(ledger: Ledger, days: Days) -> Iterator[Charge]:
         spends = [(group, _work_spend(session, group, work)) for group, work in committed]
         spends += _overheads(session, ledger.session_at, range(first_day, last_day + 1), attributed)
         yield from (_charge(ledger.run, session, group, spend) for group, spend in spends if group.day in days)
-    for batch_work in work_of.values():
+    for batch_work in work_by_session.values():
         spends = [(group, _work_spend(None, group, work)) for group, work in batch_work]
         yield from (_charge(ledger.run, None, group, spend) for group, spend in spends if group.day in days)
 
@@ -192,15 +193,15 @@ def _overheads(
     for day, usd in attributed:
         committed_s[day - days.start] += usd / usd_per_s
     midnights = [(day + 1) * DAY_S for day in days]
-    states = [session_at(session, end) if end < session.last_seen_at else session for end in midnights]
-    for day, seconds in zip(days, shares_by_period(states, committed_s), strict=True):
-        by_kind = seconds.scaled(usd_per_s)
-        loading_usd = by_kind.load + by_kind.compile
+    sessions_at_midnight = [session_at(session, end) if end < session.last_seen_at else session for end in midnights]
+    for day, seconds in zip(days, shares_by_period(sessions_at_midnight, committed_s), strict=True):
+        usd_by_state = seconds.scaled(usd_per_s)
+        loading_usd = usd_by_state.load + usd_by_state.compile
         spend = Spend(
             loading_usd=loading_usd,
-            idle_usd=by_kind.idle,
-            lost_usd=by_kind.lost,
-            savings=spot_savings(session, kept_usd=loading_usd + by_kind.idle, lost_usd=by_kind.lost),
+            idle_usd=usd_by_state.idle,
+            lost_usd=usd_by_state.lost,
+            savings=spot_savings(session, kept_usd=loading_usd + usd_by_state.idle, lost_usd=usd_by_state.lost),
         )
         if spend != Spend():
             yield replace(overhead_group, day=day), spend
@@ -227,11 +228,11 @@ NODES = "head and CPU nodes"
 def node_charges(sessions: Iterable[EngineSession], days: Days, usd_per_hour: float) -> Iterator[Charge]:
     """Yield the charges for cluster nodes by day, for the hours with a live engine."""
     usd_per_s = usd_per_hour / 3600
-    charge = Charge(day=0, run=NODES, market="fixed", usd_per_device_s=usd_per_s, spend=Spend())
+    template = Charge(day=0, run=NODES, market="fixed", usd_per_device_s=usd_per_s, spend=Spend())
     for begin, end in merge_spans(((session.started_at, session.last_seen_at) for session in sessions), gap=0.0):
         while begin < end:
             day = day_of(begin)
-            midnight = min((day + 1.0) * DAY_S, end)
+            end_of_day = min((day + 1.0) * DAY_S, end)
             if day in days:
-                yield replace(charge, day=day, spend=Spend(idle_usd=(midnight - begin) * usd_per_s))
-            begin = midnight
+                yield replace(template, day=day, spend=Spend(idle_usd=(end_of_day - begin) * usd_per_s))
+            begin = end_of_day

@@ -31,7 +31,7 @@ _MAX_CACHED = 4_096
 _REFUSAL_CACHE_S = 600.0  # CPU time also grows on a busy machine, so refused constraints are retried
 _MEMORY_BYTES = 512 * 2**20  # memory limit of a compilation
 _MAX_PER_REQUESTER = 5  # concurrent trials, including waiting trials
-_MAX_TOTAL = 64
+_MAX_TOTAL = 64  # concurrent trials of all requesters
 _MAX_REFUSED_S, _DECAY = 10.0, 0.1  # CPU seconds of a requester's refused trials; decay per second
 _REASONS = {
     "slow": "compiling it takes more than {cpu_s:g} s of CPU time; reduce lengths and optional properties",
@@ -75,10 +75,10 @@ class Trials:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar-trials")
         self._monotonic = monotonic
         # By digest: the reason for a refusal (None if accepted), and the time of expiry.
-        self._verdicts: OrderedDict[str, tuple[str | None, float]] = OrderedDict()
+        self._cached_reasons: OrderedDict[str, tuple[str | None, float]] = OrderedDict()
         self._running: dict[str, asyncio.Task[str | None]] = {}
-        self._num_by_requester: Counter[str] = Counter()
-        self._refused: dict[str, tuple[float, float]] = {}  # requester -> CPU time, time of the last update
+        self._num_trials_by_requester: Counter[str] = Counter()
+        self._refused_cpu_s: dict[str, tuple[float, float]] = {}  # requester -> CPU time, time of the last update
         self._lock = _FairLock()
 
     async def require(self, constraint: Any) -> None:
@@ -91,63 +91,64 @@ class Trials:
         for kind, spec in _specs(constraint):
             digest = hashlib.sha256(f"{kind}\0{spec}".encode(errors="surrogatepass")).hexdigest()
             job = {"kind": kind, "spec": spec, "any_whitespace": self._any_whitespace}
-            if reason := await self._verdict(digest, job):
+            if reason := await self._refusal_reason(digest, job):
                 raise TrialRefused(f"the {kind} constraint is refused: {reason}")
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._process.close()
 
-    async def _verdict(self, digest: str, job: Mapping[str, Any]) -> str | None:
+    async def _refusal_reason(self, digest: str, job: Mapping[str, Any]) -> str | None:
         """Return the reason for a refusal, or None if the constraint is accepted."""
-        reason, expires_at = self._verdicts.get(digest, (None, -math.inf))
+        reason, expires_at = self._cached_reasons.get(digest, (None, -math.inf))
         if self._monotonic() < expires_at:
-            self._verdicts.move_to_end(digest)
+            self._cached_reasons.move_to_end(digest)
             return reason
         task = self._running.get(digest)
         if task is None:
             requester = REQUESTER.get()
-            counts = self._num_by_requester
+            counts = self._num_trials_by_requester
             if self._is_shared and (counts[requester] >= _MAX_PER_REQUESTER or counts.total() >= _MAX_TOTAL):
                 raise TrialsBusy("too many new schemas or grammars at once; try again, or use fewer different ones")
-            if self._is_shared and self._refused_s(requester) >= _MAX_REFUSED_S:
+            if self._is_shared and self._recent_refused_cpu_s(requester) >= _MAX_REFUSED_S:
                 raise TrialsBusy("too many of your schemas or grammars took too long; try again in a minute")
-            self._num_by_requester[requester] += 1
+            self._num_trials_by_requester[requester] += 1
             # A trial continues when its client disconnects: otherwise the client could start another one immediately.
-            task = self._running[digest] = asyncio.create_task(self._try(digest, job, requester))
+            task = self._running[digest] = asyncio.create_task(self._run_trial(digest, job, requester))
             task.add_done_callback(functools.partial(self._on_done, digest, requester))
         return await asyncio.shield(task)
 
     def _on_done(self, digest: str, requester: str, task: "asyncio.Task[str | None]") -> None:
         del self._running[digest]
-        self._num_by_requester[requester] -= 1
+        self._num_trials_by_requester[requester] -= 1
         if not task.cancelled():
             task.exception()  # otherwise Python logs an exception that no requester retrieves
 
-    async def _try(self, digest: str, job: Mapping[str, Any], requester: str) -> str | None:
-        """Run a trial, and return as `_verdict` does."""
+    async def _run_trial(self, digest: str, job: Mapping[str, Any], requester: str) -> str | None:
+        """Run a trial, and return the reason for a refusal, or None."""
         await self._lock.acquire(requester)
         try:
-            verdict = await asyncio.get_running_loop().run_in_executor(self._thread, self._process.run, job)
+            result = await asyncio.get_running_loop().run_in_executor(self._thread, self._process.run, job)
         finally:
             self._lock.release()
-        if verdict["outcome"] in ("busy", "gone"):
+        if result["outcome"] in ("busy", "gone"):
             raise TrialsBusy("the machine is too busy to check a new schema or grammar; try again")
         reason, expires_at = None, math.inf
-        if verdict["outcome"] in _REASONS:
+        if result["outcome"] in _REASONS:
             reason, expires_at = (
-                _REASONS[verdict["outcome"]].format(cpu_s=self._cpu_s),
+                _REASONS[result["outcome"]].format(cpu_s=self._cpu_s),
                 self._monotonic() + _REFUSAL_CACHE_S,
             )
-            self._refused[requester] = self._refused_s(requester) + verdict.get("cpu_s", 0.0), self._monotonic()
-        self._verdicts[digest] = reason, expires_at
-        if len(self._verdicts) > _MAX_CACHED:
-            self._verdicts.popitem(last=False)
+            refused_cpu_s = self._recent_refused_cpu_s(requester) + result.get("cpu_s", 0.0)
+            self._refused_cpu_s[requester] = refused_cpu_s, self._monotonic()
+        self._cached_reasons[digest] = reason, expires_at
+        if len(self._cached_reasons) > _MAX_CACHED:
+            self._cached_reasons.popitem(last=False)
         return reason
 
-    def _refused_s(self, requester: str) -> float:
+    def _recent_refused_cpu_s(self, requester: str) -> float:
         """Return the CPU time of this requester's recent refused trials."""
-        seconds, updated_at = self._refused.get(requester, (0.0, 0.0))
+        seconds, updated_at = self._refused_cpu_s.get(requester, (0.0, 0.0))
         return max(0.0, seconds - (self._monotonic() - updated_at) * _DECAY)
 
 

@@ -162,7 +162,7 @@ def _is_possible(option: Option | None, config: PlanConfig) -> bool:
 
 def _doubt_notes(chosen: Option) -> list[str]:
     cell, price = chosen.cell, chosen.machine.price
-    notes = [f"The price may be wrong: {price.doubt}."] if price.doubt else []
+    notes = [f"The price might be wrong: {price.doubt}."] if price.doubt else []
     if cell.spread:
         notes.append(f"The measured speed varied by {cell.spread:.0%} between repeats; hours and dollars vary equally.")
     unused = price.num_devices - chosen.machine.num_engines * chosen.machine.devices_per_engine

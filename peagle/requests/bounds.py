@@ -88,7 +88,7 @@ def _unknown_id_error(field: str, ids: Any, vocab_size: int) -> tuple[str, str] 
 MAX_BYTES = 65_536  # of a schema, a grammar, or all choices together
 MAX_DEPTH = 64  # of nested lists and objects
 MAX_PROPERTIES = 1_000  # of all objects together
-MAX_OPTIONAL = 200  # properties of one object; xgrammar's time grows at least quadratically with them
+MAX_OPTIONAL = 200  # optional properties of one object; xgrammar's time grows at least quadratically with their number
 MAX_ALTERNATIVES = 2_000  # of all enums, choices and unions together
 MAX_REFERENCES = 500
 MAX_REPETITIONS = 100_000  # of one element
@@ -100,7 +100,7 @@ _REPEATED = re.compile(r"\{\s*+(\d++)\s*+(?:,\s*+(\d*+)\s*+)?+\}")
 
 
 def schema_error(schema: Any) -> str | None:
-    """Return why a value with JSON schemas exceeds the limits, or None.
+    """Return why a JSON schema, or a value that contains schemas, exceeds the limits, or None.
 
     >>> schema_error({"type": "string", "maxLength": 10**9})
     'maxLength is 1,000,000,000; the limit is 100,000'

@@ -163,9 +163,9 @@ class PromptBuilder:
 
     def _tokenize(self, body: Body) -> list[int] | RowError:
         # A chat template adds special tokens itself.
-        with_special = not body.is_chat if body.add_special_tokens is None else body.add_special_tokens
+        adds_special_tokens = not body.is_chat if body.add_special_tokens is None else body.add_special_tokens
         # Passed only if necessary, because not every tokenizer has this argument.
-        options = {} if with_special else {"add_special_tokens": False}
+        options = {} if adds_special_tokens else {"add_special_tokens": False}
         try:
             text = self._render_chat(body) if body.is_chat else body.content
             token_ids = list(self._tokenizer.encode(text, **options))
@@ -201,10 +201,10 @@ class PromptBuilder:
         return value
 
     def _messages(self, value: Any, where: str, tools: Any = None) -> list[dict[str, Any]] | RowError:
-        messages = parse_messages(value, keep_parts=expects_parts(self._chat_template(tools)))
-        if isinstance(messages, str):
-            return RowError(reason="invalid_messages", message=f"{where}{messages}")
-        return messages
+        messages_or_error = parse_messages(value, keep_parts=expects_parts(self._chat_template(tools)))
+        if isinstance(messages_or_error, str):
+            return RowError(reason="invalid_messages", message=f"{where}{messages_or_error}")
+        return messages_or_error
 
     def _render_chat(self, body: Body) -> Any:
         content = body.content

@@ -1,4 +1,4 @@
-"""Audit a run: compare files with the plan and usage with the rows, and generate a sample of rows again.
+"""Audit a run: compare files with the plan and usage with the rows, and generate a sample of the rows again.
 
 `regeneration.py` generates the sample. A finding is an error in the run; a note is only
 information, for example that the run is not finished. The audit writes nothing.
@@ -32,7 +32,7 @@ from peagle.runs.regeneration import AuditedEngine, RowAudit, audit_rows, requir
 from peagle.storage import StoragePath, open_to_read
 from peagle.tables import aligned
 
-_MAX_SHOWN = 50
+_MAX_FINDINGS_SHOWN = 50
 _ROOT_NAMES = re.compile(
     r"run\.json|report\.(json|html)|plan-\d{4}\.parquet|data|failed|ledger|logs|suspects|export|\.lease"
 )
@@ -127,8 +127,9 @@ class Audit:
         lines = [self.path, *(f"  {name:<16} {value}" for name, value in figures.items())]
         lines += [f"  note: {note}" for note in files.notes]
         lines += _table_of_rows(self.rows)
-        lines += [f"  {finding.kind:<8} {finding.where}: {finding.message}" for finding in files.findings[:_MAX_SHOWN]]
-        if (num_more := len(files.findings) - _MAX_SHOWN) > 0:
+        findings = files.findings[:_MAX_FINDINGS_SHOWN]
+        lines += [f"  {finding.kind:<8} {finding.where}: {finding.message}" for finding in findings]
+        if (num_more := len(files.findings) - _MAX_FINDINGS_SHOWN) > 0:
             lines.append(f"  ... and {num_more:,} more; --json FILE has all of them")
         return "\n".join([*lines, "clean" if self.is_clean else "NOT CLEAN"])
 
@@ -199,6 +200,7 @@ def audit_files(run: RunDirectory, manifest: dict[str, Any]) -> FilesAudit:
     audit.num_units_planned, audit.num_rows_planned = len(plan.units), plan.num_rows
     _check_plan(audit, plan, manifest)
     retried_rows = plan.retried_rows()
+    # Retried rows are indices of the span, which `row_id` takes if `rows` is None.
     whole_units = (replace(unit, rows=None) for unit in plan.units if unit.unit in retried_rows)
     retried = {unit.unit: frozenset(map(unit.row_id, retried_rows[unit.unit])) for unit in whole_units}
     units = _audit_units(audit, run, plan, manifest, retried)
@@ -260,24 +262,24 @@ def _count_totals(audit: FilesAudit, plan: Plan, units: dict[int, "UnitAudit"], 
 def _check_retries(audit: FilesAudit, plan: Plan, units: dict[int, "UnitAudit"], retried: RetriedIds) -> None:
     """Check that retries cover all dead letters of a unit, each once."""
     planned = {unit.unit: unit for unit in plan.units}
-    counts: Counter[tuple[int, int]] = Counter()
+    num_retries: Counter[tuple[int, int]] = Counter()  # of each (unit, row)
     for unit in plan.units:
         if unit.supersedes is not None:
-            counts.update((unit.supersedes, row) for row in unit.rows or ())
+            num_retries.update((unit.supersedes, row) for row in unit.rows or ())
     for unit in plan.units:
         if unit.supersedes is None:
             continue
         where, earlier = f"unit {unit.unit}", planned[unit.supersedes]
-        earlier_audit, ids = units.get(earlier.unit), retried[earlier.unit]
-        letters = set(earlier_audit.letter_ids) if earlier_audit else set()
-        if any(counts[earlier.unit, row] > 1 for row in unit.rows or ()):
+        earlier_audit, retried_ids = units.get(earlier.unit), retried[earlier.unit]
+        letter_ids = set(earlier_audit.letter_ids) if earlier_audit else set()
+        if any(num_retries[earlier.unit, row] > 1 for row in unit.rows or ()):
             audit.add("plan", where, f"rows of unit {earlier.unit} are retried more than once")
-        elif not ids <= {earlier.row_id(index) for index in range(earlier.num_rows)}:
+        elif not retried_ids <= {earlier.row_id(index) for index in range(earlier.num_rows)}:
             audit.add("plan", where, f"retries rows that unit {earlier.unit} does not have")
         elif earlier_audit is None:
             audit.add("lost", where, f"retries dead letters of unit {earlier.unit}, which is not committed")
         # A unit that ran again after the retry skipped the retried rows, so they are not among its dead letters.
-        elif not earlier_audit.findings and letters & ids and letters - ids:
+        elif not earlier_audit.findings and letter_ids & retried_ids and letter_ids - retried_ids:
             audit.add("plan", where, f"does not retry all dead letters of unit {earlier.unit}")
 
 

@@ -57,10 +57,10 @@ DEAD_LETTERS_FILE = re.compile(r"unit-(\d{8,})\.\w+\.jsonl")
 _FOLDERS = {"data", "failed", "ledger", "logs", "suspects", LEASE_FOLDER}
 _WRITABLE_HINT = "free some space, or make the folder writable; the same command continues the run"
 _LETTERS_HINT = "restore the file, or delete the unit's file in data/ to run its rows again"
-_NEW_HINT = "start a new run directory"
+_NEW_RUN_HINT = "start a new run directory"
 _USAGE, _FAILED = b"peagle.usage", b"peagle.failed"  # metadata keys of a unit's file
 BATCH_ROWS = 1024  # rows per batch of `read_rows`
-_READERS = 16  # concurrent requests to a store
+_READERS = 16  # threads that read units' metadata from S3
 _Parsed = TypeVar("_Parsed")
 
 
@@ -79,7 +79,7 @@ class RunDirectory:
     def __init__(self, root: str | StoragePath, *, driver: int = 0) -> None:
         self.root = storage_path(root)
         self.driver = driver
-        self.stop = StopSignal(self.root / LEASE_FOLDER, driver)  # with which the driver stops its workers
+        self.stop = StopSignal(self.root / LEASE_FOLDER, driver)  # from the driver to its workers
         self.data = self.root / "data"
         self.failed = self.root / "failed"
         self.ledger = self.root / "ledger"
@@ -164,7 +164,7 @@ class RunDirectory:
         except FileNotFoundError as error:
             raise ConfigError(f"{self} is not a run directory: it has no run.json") from error
         except ValueError as error:
-            raise ConfigError(f"{self._manifest} is damaged: {error}", hint=_NEW_HINT) from error
+            raise ConfigError(f"{self._manifest} is damaged: {error}", hint=_NEW_RUN_HINT) from error
         return manifest
 
     @property
@@ -209,7 +209,7 @@ class RunDirectory:
     def _plan_name(self) -> str:
         name = self.manifest().get("plan")
         if not isinstance(name, str) or not PLAN_FILE.fullmatch(name):
-            raise ConfigError(f"{self._manifest} is damaged: it names no plan", hint=_NEW_HINT)
+            raise ConfigError(f"{self._manifest} is damaged: it names no plan", hint=_NEW_RUN_HINT)
         return name
 
     def _retry_plans(self) -> list[StoragePath]:
@@ -382,11 +382,11 @@ def read_rows(
     try:
         with open_to_read(path) as file, pq.ParquetFile(file, pre_buffer=False) as parquet:
             stored_names = parquet.schema_arrow.names
-            names = dict(
+            output_names = dict(
                 zip(stored_names, stored_names if as_stored else internal_names(parquet.schema_arrow), strict=True)
             )
-            selected = [name for name in stored_names if columns is None or names[name] in columns]
-            new_names = [names[name] for name in selected]
+            selected = [name for name in stored_names if columns is None or output_names[name] in columns]
+            new_names = [output_names[name] for name in selected]
             for batch in parquet.iter_batches(BATCH_ROWS, columns=selected, use_threads=False):
                 yield cast_to_plain(batch.replace_schema_metadata(None)).rename_columns(new_names)
     except (OSError, pa.ArrowException) as error:
@@ -403,7 +403,7 @@ def _parse_file(path: StoragePath, parse: Callable[[bytes], _Parsed]) -> _Parsed
     try:
         return parse(path.read_bytes())
     except (OSError, pa.ArrowException, KeyError) as error:
-        raise ConfigError(f"{path} is damaged: {error}", hint=_NEW_HINT) from error
+        raise ConfigError(f"{path} is damaged: {error}", hint=_NEW_RUN_HINT) from error
 
 
 def _temporary_files(folders: Iterable[StoragePath]) -> list[StoragePath]:

@@ -6,8 +6,8 @@
 A lease is acquired by exclusively creating the next number (`write_once`), so only one of several candidates succeeds.
 The holder rewrites the lease every few seconds with an incremented beat. A candidate watches the beat on its own
 monotonic clock, so clock jumps and differences between hosts do not matter: if the beat does not change for the time to
-live (`expiry_s`), the driver is dead. If the driver's process was on this host and no longer exists, the candidate
-does not wait.
+live (`expiry_s`), the driver counts as dead. If the driver's process was on this host and no longer exists, the
+candidate does not wait.
 
 Exactly-once cannot depend on the lease, because a suspended driver may resume after another one has finished. Instead,
 units and plans are created exclusively (`directory.py`). The lease prevents two drivers from paying twice, and
@@ -33,7 +33,7 @@ from peagle.storage import WRITE_ERRORS, StoragePath, make_folder, require_links
 
 FOLDER = ".lease"
 _RENEWALS = 6  # per `expiry_s`
-_POLL_S = 0.2
+_WAIT_POLL_S = 0.2
 _READ_ATTEMPTS, _READ_RETRY_S = 50, 0.1  # if listed leases disappear before they can be read
 
 
@@ -59,13 +59,13 @@ class Lease:
 
     def is_gone(self) -> bool:
         """Return whether the driver's process is known to be dead; False if this host cannot know."""
-        return self.where == _where() and self.birth != _birth(self.pid)
+        return self.where == _process_namespace() and self.birth != _start_ticks(self.pid)
 
     def seems_alive(self) -> bool:
         """Return whether the driver is probably alive, only for display. Across hosts this compares clocks."""
         if self.outcome is not None or self.is_gone():
             return False
-        return self.where == _where() or time.time() - self.renewed_at < self.expiry_s
+        return self.where == _process_namespace() or time.time() - self.renewed_at < self.expiry_s
 
     def describe(self) -> str:
         """Return who holds the lease, where and since when."""
@@ -214,9 +214,9 @@ def _acquire(
             token=uuid.uuid4().hex,
             user=user,
             host=socket.gethostname(),
-            where=_where(),
+            where=_process_namespace(),
             pid=os.getpid(),
-            birth=_birth(os.getpid()),
+            birth=_start_ticks(os.getpid()),
             command=shlex.join(command),
             since=now,
             renewed_at=now,
@@ -248,9 +248,9 @@ def _wait_until_free(root: StoragePath, lease_before: Lease, announce: Callable[
         f"{root} is held by {lease_before.describe()}; waiting {lease_before.expiry_s:g} s to see whether that driver "
         "is alive"
     )
-    give_up_at = time.monotonic() + lease_before.expiry_s
-    while time.monotonic() < give_up_at:
-        time.sleep(_POLL_S)
+    expires_at = time.monotonic() + lease_before.expiry_s
+    while time.monotonic() < expires_at:
+        time.sleep(_WAIT_POLL_S)
         lease_now = read_lease(root) or lease_before
         if lease_now.number != lease_before.number or (
             lease_now.beat != lease_before.beat and lease_now.outcome is None
@@ -276,7 +276,7 @@ def _numbers(root: StoragePath) -> list[int]:
     return [int(path.stem) for path in (root / FOLDER).glob("*.json") if path.stem.isdecimal()]
 
 
-def _where() -> str:
+def _process_namespace() -> str:
     """Return an id of this boot and process namespace, or an id of this process if the kernel provides none."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -285,7 +285,7 @@ def _where() -> str:
         return f"{socket.gethostname()}:{os.getpid()}"
 
 
-def _birth(pid: int) -> int:
+def _start_ticks(pid: int) -> int:
     """Return when a process started, in ticks since boot; 0 if it does not exist or is a zombie."""
     try:
         fields: list[Any] = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -122,17 +122,21 @@ def audit_rows(
     units = {unit.unit: unit for unit in run.plan().units}
     builder = _builder(manifest, target)
     parser = None if target.is_fake else _parser(manifest["config"], target.spec)
-    base = {k: v for k, v in manifest["fingerprint"]["sampling"].items() if k not in ("column", "seed")}
+    run_sampling = manifest["fingerprint"]["sampling"]
+    base_sampling = {name: value for name, value in run_sampling.items() if name not in ("column", "seed")}
     columns = ["id", "response", "finish_reason", "num_prompt_tokens", "num_output_tokens", "completions"]
-    outcomes: list[RowAudit | _Sample] = []
+    audits_or_samples: list[RowAudit | _Sample] = []
     for number, rows in positions.items():
         with open_to_read(run.unit_path(number)) as file:
             table = read_table(file)
         table = table.rename_columns(internal_names(table.schema)).select(columns).take(rows)
-        outcomes += _samples(units[number], table.to_pylist(), builder, base, parser, is_fake=target.is_fake)
-    samples = [outcome for outcome in outcomes if isinstance(outcome, _Sample)]
+        committed_rows = table.to_pylist()
+        audits_or_samples += _samples(
+            units[number], committed_rows, builder, base_sampling, parser, is_fake=target.is_fake
+        )
+    samples = [item for item in audits_or_samples if isinstance(item, _Sample)]
     audits = _regenerate(samples, target, announce, start) if samples else {}
-    return [outcome if isinstance(outcome, RowAudit) else audits[outcome.id] for outcome in outcomes]
+    return [item if isinstance(item, RowAudit) else audits[item.id] for item in audits_or_samples]
 
 
 def _builder(manifest: dict[str, Any], target: AuditedEngine) -> RequestBuilder:
@@ -165,41 +169,41 @@ def _samples(
     unit: WorkUnit,
     rows: Sequence[dict[str, Any]],
     builder: RequestBuilder,
-    base: dict[str, Any],
+    base_sampling: dict[str, Any],
     parser: ResponseParser | None,
     *,
     is_fake: bool,
 ) -> list[RowAudit | _Sample]:
     """Return the rows of one unit with their requests, or why they cannot be compared."""
     try:
-        source = list(read_span(unit.span))
+        raw_rows = list(read_span(unit.span))
     except InputError as error:
         return [RowAudit(id=row["id"], skipped=f"the input cannot be read: {error.message}") for row in rows]
-    outcomes: list[RowAudit | _Sample] = []
+    audits_or_samples: list[RowAudit | _Sample] = []
     for row in rows:
-        raw = source[int(row["id"]) - unit.first_id]
+        raw = raw_rows[int(row["id"]) - unit.first_id]
         request = RowError(reason=raw.reason, message=raw.error) if raw.error else builder.build(raw.columns)
         if isinstance(request, RowError) or len(request.prompt_token_ids) != row["num_prompt_tokens"]:
-            outcomes.append(RowAudit(id=row["id"], skipped="the input now yields a different prompt"))
+            audits_or_samples.append(RowAudit(id=row["id"], skipped="the input now yields a different prompt"))
             continue
-        sampling = base | {key: value for key, value in request.sampling.items() if key != "seed"}
-        full_row = row
+        sampling = base_sampling | {key: value for key, value in request.sampling.items() if key != "seed"}
+        answer = row
         if parser is not None and request.parsing is not None:
             sampling |= parser.sampling(request.parsing)
-            full_row = {**row["completions"][0], "response": row["completions"][0]["text"]}
+            answer = {**row["completions"][0], "response": row["completions"][0]["text"]}
         if sampling["temperature"] > 0 and not is_fake:
-            # Even with a seed: with a drafter, other random numbers are drawn from the same distribution.
-            outcomes.append(RowAudit(id=row["id"], skipped="sampled (temperature above 0)"))
+            # A seed does not help: with a drafter, other random numbers are drawn from the same distribution.
+            audits_or_samples.append(RowAudit(id=row["id"], skipped="sampled (temperature above 0)"))
             continue
         committed = Response(
-            text=full_row["response"],
-            finish_reason=full_row["finish_reason"],
+            text=answer["response"],
+            finish_reason=answer["finish_reason"],
             num_output_tokens=row["num_output_tokens"],
         )
-        outcomes.append(
+        audits_or_samples.append(
             _Sample(id=row["id"], committed=committed, prompt_token_ids=request.prompt_token_ids, sampling=sampling)
         )
-    return outcomes
+    return audits_or_samples
 
 
 def _regenerate(

@@ -123,7 +123,7 @@ def _decision(config: TuneConfig, cells: Sequence[MeasuredCell]) -> str:
     limits = {"max_tpot_ms": config.max_tpot_ms, "max_ttft_ms": config.max_ttft_ms}
     alternatives = (cell for cell in cells[1:] if cell.has_drafter != chosen.has_drafter and cell.is_within(**limits))
     alternative = next(alternatives, None)
-    speed = f"{chosen.output_tokens_per_s:.1f} output tokens/s, concurrency {chosen.concurrency}{_limits(config)}"
+    speed = f"{chosen.output_tokens_per_s:.1f} output tokens/s, concurrency {chosen.concurrency}{_limits_text(config)}"
     if chosen.has_drafter:
         label = method_label(chosen.method, chosen.k)
         if alternative is None:
@@ -145,10 +145,10 @@ def _decision(config: TuneConfig, cells: Sequence[MeasuredCell]) -> str:
     return f"No speculation: {speed}; {comparison}."
 
 
-def _limits(config: TuneConfig) -> str:
+def _limits_text(config: TuneConfig) -> str:
     limits = {
-        f"p95 {words} within {limit:g} ms"
-        for words, name in _LIMITS.values()
+        f"p95 {label} within {limit:g} ms"
+        for label, name in _LIMITS.values()
         if (limit := getattr(config, name)) is not None
     }
     return f", {' and '.join(sorted(limits))}" if limits else ""
@@ -163,14 +163,16 @@ def _no_result_error(
             f"the budget of {config.time_budget_s:g} engine seconds was spent before any pass finished",
             hint="increase --time-budget-s and repeat the command to continue",
         )
-    nearest, engine = summaries[ranked[0]], setups[ranked[0].engine]
+    nearest_summary, nearest_setup = summaries[ranked[0]], setups[ranked[0].engine]
     exceeded = [
-        f"p95 {_LIMITS[name][0]} {nearest[name][P95] * 1000:.1f} ms" if nearest[name] else f"no {_LIMITS[name][0]}"
-        for name, excess in excesses(nearest, config).items()
+        f"p95 {_LIMITS[name][0]} {nearest_summary[name][P95] * 1000:.1f} ms"
+        if nearest_summary[name]
+        else f"no {_LIMITS[name][0]}"
+        for name, excess in excesses(nearest_summary, config).items()
         if excess > 0
     ]
     return ConfigError(
-        f"no configuration is within the limits{_limits(config)}; the nearest is {engine.label} with "
+        f"no configuration is within the limits{_limits_text(config)}; the nearest is {nearest_setup.label} with "
         f"concurrency {ranked[0].concurrency}: {' and '.join(exceeded)}",
         hint="relax the limits, or try fewer concurrent requests with --max-num-seqs, or other hardware; "
         "measurements are reused",
@@ -191,7 +193,7 @@ def _notes(setups: Mapping[str, Setup], search: Search) -> list[str]:
     return notes
 
 
-_SPENT = "engine-time"
+_ENGINE_TIME = "engine-time"
 
 
 def tune(
@@ -202,10 +204,10 @@ def tune(
     tokenizer_of: TokenizerOf = load_tokenizer,
 ) -> tuple[Profile, Path]:
     """Search until everything is measured or the budget is spent, and return the profile and its path."""
-    run = Tuning.prepare(config, listener, start, tokenizer_of)
-    run.measure()
-    profile = make_profile(config, run.plan, run.dataset, run.search, run.records)
-    path = config.profile_output or run.folder.root / "profile.yaml"
+    tuning = Tuning.prepare(config, listener, start, tokenizer_of)
+    tuning.measure()
+    profile = make_profile(config, tuning.plan, tuning.dataset, tuning.search, tuning.records)
+    path = config.profile_output or tuning.folder.root / "profile.yaml"
     write_profile(path, profile)
     return profile, path
 
@@ -263,7 +265,7 @@ class Tuning(Measurement):
             for concurrency in self.plan.config.concurrency
         ]
         self._budget_s = self.config.time_budget_s
-        self.spent_s = self.folder.find(_SPENT, lambda stored: float(stored["engine_s"])) or 0.0
+        self.spent_s = self.folder.find(_ENGINE_TIME, lambda stored: float(stored["engine_s"])) or 0.0
         self.search = Search(candidates, score=self._score, budget_s=self._budget_s, spent_s=self.spent_s)
         for candidate in candidates:
             for repeat in count():
@@ -298,7 +300,7 @@ class Tuning(Measurement):
     def set_spent(self, spent_s: float) -> None:
         super().set_spent(spent_s)
         self.search.spent_s = spent_s
-        self.folder.save(_SPENT, {"engine_s": spent_s})
+        self.folder.save(_ENGINE_TIME, {"engine_s": spent_s})
 
     def describe_progress(self) -> str:
         return (
@@ -325,5 +327,5 @@ class Tuning(Measurement):
 
 def prompts_of(prompts: Sequence[BenchPrompt], *, concurrency: int, waves: int, repeat: int) -> list[BenchPrompt]:
     """Return the prompts of a pass. Each repeat continues where the previous one ended, cyclically."""
-    num = max(concurrency * waves, 6)
-    return [prompts[(repeat * num + index) % len(prompts)] for index in range(num)]
+    num_prompts = max(concurrency * waves, 6)
+    return [prompts[(repeat * num_prompts + index) % len(prompts)] for index in range(num_prompts)]

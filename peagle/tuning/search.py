@@ -39,7 +39,7 @@ class CandidatePass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """The score of a candidate. `excess` is the relative excess over a limit; 0 within all limits."""
+    """The score of a candidate. `excess` is the largest relative excess over a limit; 0 within all limits."""
 
     value: float
     excess: float = 0.0
@@ -66,9 +66,9 @@ class Durations:
         engines = {planned.candidate.engine for planned in passes} - {running}
         mean_start_s = _mean(chain.from_iterable(self._start_s.values()))
         starts_s = sum(_mean(self._start_s.get(engine, [])) or mean_start_s for engine in engines)
-        return starts_s + sum(self._pass_s_of(planned.candidate) for planned in passes)
+        return starts_s + sum(self._expected_pass_s(planned.candidate) for planned in passes)
 
-    def _pass_s_of(self, candidate: Candidate) -> float:
+    def _expected_pass_s(self, candidate: Candidate) -> float:
         """Return the mean time of the candidate's passes, else of passes at its concurrency, else of all passes."""
         same_concurrency = [s for other, s in self._pass_s.items() if other.concurrency == candidate.concurrency]
         mean_s = _mean(self._pass_s.get(candidate, [])) or _mean(chain.from_iterable(same_concurrency))
@@ -84,7 +84,7 @@ class Search:
 
     Attributes:
         spent_s: engine time; updated by the caller.
-        failed: for each engine that failed to start or crashed, the reason. Its finished passes still count.
+        failed: for each engine that failed to start or crashed, the reason. The engine's finished passes still count.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Search:
         return None
 
     def pending(self) -> list[CandidatePass]:
-        """Return the passes that are still to be run: of the grid, or after it of the finalists."""
+        """Return the passes that are still to be run: first those of the grid, then those of the finalists."""
         return self._missing(self.candidates, 1) or self._missing(self._finalists(), FINAL_PASSES)
 
     def pending_s(self, running: str | None = None) -> float:
@@ -144,23 +144,23 @@ class Search:
         A drafter is only the best if it is faster than no speculation by at least `MIN_GAIN`.
         """
         ranked = [*self.ranked(self._finalists()), *self.ranked()]
-        within = [candidate for candidate in ranked if self._is_within(candidate)]
-        if not within:
+        within_limits = [candidate for candidate in ranked if self._is_within(candidate)]
+        if not within_limits:
             return None
-        best = within[0]
-        undrafted = next((candidate for candidate in within if not candidate.has_drafter), None)
-        if best.has_drafter and undrafted is not None and self._value(best) < (1 + MIN_GAIN) * self._value(undrafted):
-            return undrafted
+        best = within_limits[0]
+        no_drafter = next((candidate for candidate in within_limits if not candidate.has_drafter), None)
+        if best.has_drafter and no_drafter is not None and self._value(best) < (1 + MIN_GAIN) * self._value(no_drafter):
+            return no_drafter
         return best
 
     def _finalists(self) -> list[Candidate]:
         """Return the candidates to measure again. Only first passes count, so that the finalists do not change."""
         ranked = self.ranked(num_passes=1)
         finalists = ranked[:2]
-        others = [candidate for candidate in ranked if candidate.has_drafter != ranked[0].has_drafter]
-        if others and self._is_within(others[0], 1) and self._is_within(ranked[0], 1):
-            is_close = self._value(others[0], 1) >= 0.8 * self._value(ranked[0], 1)
-            finalists += [others[0]] if is_close and others[0] not in finalists else []
+        other_kind = [candidate for candidate in ranked if candidate.has_drafter != ranked[0].has_drafter]
+        if other_kind and self._is_within(other_kind[0], 1) and self._is_within(ranked[0], 1):
+            is_close = self._value(other_kind[0], 1) >= 0.8 * self._value(ranked[0], 1)
+            finalists += [other_kind[0]] if is_close and other_kind[0] not in finalists else []
         return finalists if len(finalists) > 1 else []
 
     def _missing(self, candidates: Iterable[Candidate], num_passes: int) -> list[CandidatePass]:

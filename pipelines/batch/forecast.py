@@ -26,7 +26,7 @@ from pipelines.cluster import ray
 from pipelines.cluster.placement import Placement, num_engine_nodes
 
 Lines = list[tuple[str, str]]
-UNKNOWN_SPEED = "unknown: no measurement or publication of this engine on this hardware (`peagle tune` measures it)"
+UNKNOWN_SPEED = "unknown: no measured or published speed of this engine on this hardware (`peagle tune` measures it)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,9 +178,9 @@ def resolve_unset_options(config: GenerateConfig) -> ResolvedDefaults:
 
 def _engine_hardware(config: GenerateConfig) -> tuple[Hardware, bool, int]:
     """Return the engines' hardware, whether it belongs to this machine, and the number of nodes."""
-    per_node = config.accelerators_per_engine // config.nodes_per_engine
+    accelerators_per_node = config.accelerators_per_engine // config.nodes_per_engine
     hardware, is_for_this_machine = configured_or_local_machine(
-        config, config.accelerator_type, num_accelerators=per_node
+        config, config.accelerator_type, num_accelerators=accelerators_per_node
     )
     num_nodes = num_engine_nodes(
         [],

@@ -41,11 +41,11 @@ from pipelines.cluster.placement import Placement, place
 # Compiling on a CPU takes 60 s, and saves 2.1 ms per token of SmolLM2-135M (0.27 GB): 78.2 instead of 67.4 output
 # tokens/s (48 prompts of 128 tokens, EAGLE-3, K=3, 8 requests, `peagle generate --ignore-eos`, 2 busy cores of an AMD
 # EPYC with AVX-512, 2026-11-28).
-_CPU_COMPILING_S, _CPU_SAVED_S = 60.0, 2.1e-3 / 0.27e9  # saved: per token and byte of weights
+_CPU_COMPILING_S, _CPU_SAVED_S_PER_TOKEN_BYTE = 60.0, 2.1e-3 / 0.27e9  # per byte of weights
 # On a GPU, compiling takes 68 s with the capture of CUDA graphs (H200, shape of Qwen3-Coder-30B-A3B, no drafter). It
 # saves at most the whole time of an uncompiled step: 20 ms for SmolLM2-135M with 30 layers and its P-EAGLE head, which
 # is 0.6 ms per layer (same GPU, shared with training; benchmarks/gpu/2026-11-27-h200-first-engines.md).
-_GPU_COMPILING_S, _GPU_SAVED_S = 68.0, 0.6e-3
+_GPU_COMPILING_S, _GPU_SAVED_S_PER_STEP_LAYER = 68.0, 0.6e-3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,11 +153,11 @@ class ResolvedRun:
     def describe(self) -> str:
         """Describe rows, model, hardware, drafter and price."""
         drafter = self.spec.drafter
-        name = f"{self.drafter.name}, K={drafter.num_speculative_tokens}" if drafter else "none"
+        drafter_text = f"{self.drafter.name}, K={drafter.num_speculative_tokens}" if drafter else "none"
         return (
             f"{self.plan.num_rows} rows; {self.model.name} on {self.hardware.describe()}, "
             f"{self.precision.describe()}\n"
-            f"drafter: {name} ({self.drafter.note})\n"
+            f"drafter: {drafter_text} ({self.drafter.note})\n"
             f"price: {format_price(self.price.to_dict())}"
         )
 
@@ -194,7 +194,7 @@ def resolve(
     num_nodes: int = 1,
     announce: Callable[[str], None],
 ) -> ResolvedRun:
-    """Resolve a planned run for nodes with known hardware, which need not exist yet.
+    """Resolve a planned run for nodes with known hardware. The nodes need not exist yet.
 
     Args:
         plan: the new or stored plan; until the lease is held, another driver may store another plan.
@@ -209,7 +209,7 @@ def resolve(
     config, columns, neighbours = request.config, plan.schema.names, request.neighbours
     placement = neighbours.placement if neighbours else place_engines(config, hardware, num_nodes)
     price = resolve_engine_price(config, hardware, placement)
-    # An existing run keeps the commits of its models.
+    # An existing run keeps the commits (revisions) of its models.
     commits = EngineSpec.from_dict(directory.manifest()["engine"]).commits if directory.exists else request.commits
     engine = resolve_run_engine(config, hardware, placement, commits=commits, announce=announce)
     if not _is_worth_compiling(config, plan, hardware, engine):
@@ -246,7 +246,7 @@ def resolve(
 
 
 def may_skip_compiling(options: EngineOptions, spec: EngineSpec) -> bool:
-    """Whether peagle may skip compiling: not if the user decided, with compiled code, or with pipeline stages."""
+    """Return whether compiling is optional: not chosen by the user, not done before, no pipeline stages."""
     return (
         "enforce_eager" not in options.model_fields_set
         and options.pipeline_parallel_size == 1
@@ -255,15 +255,15 @@ def may_skip_compiling(options: EngineOptions, spec: EngineSpec) -> bool:
 
 
 def _is_worth_compiling(config: GenerateConfig, plan: Plan, hardware: Hardware, engine: ResolvedEngine) -> bool:
-    """Whether compiling saves more time than it takes, or peagle may not skip it."""
+    """Return whether compiling saves more time than it takes, or must not be skipped."""
     footprint, num_tokens = footprint_of(engine.model), plan.num_rows * config.max_tokens
     if config.engine == "fake" or footprint is None or not may_skip_compiling(config, engine.spec):
         return True
     if hardware.platform == "cpu":
-        return num_tokens * footprint.weights_bytes * _CPU_SAVED_S > _CPU_COMPILING_S
+        return num_tokens * footprint.weights_bytes * _CPU_SAVED_S_PER_TOKEN_BYTE > _CPU_COMPILING_S
     num_layers = footprint.num_layers + footprint.num_sliding_layers
     num_steps = num_tokens / min(plan.num_rows, engine.spec.max_num_seqs * config.engine_range.smallest)
-    return num_steps * num_layers * _GPU_SAVED_S > _GPU_COMPILING_S
+    return num_steps * num_layers * _GPU_SAVED_S_PER_STEP_LAYER > _GPU_COMPILING_S
 
 
 def _tokenizer_name(config: GenerateConfig, engine: ResolvedEngine) -> str | None:
@@ -332,7 +332,7 @@ def _resolve_sampling(
     """Return the run's sampling parameters and the column with the rows' own parameters.
 
     Raises:
-        ConfigError: the engine cannot use them.
+        ConfigError: the engine does not support the parameters.
         InputError: the named column is not in the corpus.
     """
     spec = engine.spec

@@ -20,7 +20,7 @@ ENGINE_TIMEOUT_S = 1800.0
 large model runs on a few cores."""
 POLL_S = 1.0
 """Interval of checks while rows are in the engine."""
-_MAX_GAP_S = 5.0  # maximum silence that a gap between two observations counts as
+_MAX_GAP_S = 5.0  # a longer gap between two observations counts as this much silence
 _MIN_BLOCKED_S = 10.0  # even a working event loop may respond late on a busy machine
 _FINAL_WRITES_S = 150.0  # requests to a store are retried for two minutes
 _STDERR = 2
@@ -65,7 +65,7 @@ class Watchdog:
             self._loop_watch = LoopWatch(loop, limit_s=self._limit_s, die=self._die, leave=self._leave)
 
     def is_stopping(self) -> bool:
-        """Whether the run is being stopped, so that no more units are started."""
+        """Return whether the run is being stopped, so that no more units are started."""
         return self._grace.is_stopping()
 
     async def wait_for_unit(self, work: "asyncio.Task[Any]") -> bool:
@@ -117,7 +117,7 @@ class SilenceClock:
     def __init__(self, signs_of_life: Callable[[], int], *, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._signs_of_life = signs_of_life
         self._monotonic = monotonic
-        self._signs = signs_of_life()
+        self._last_signs = signs_of_life()
         self._observed_at = monotonic()
         self._silent_s = 0.0
 
@@ -125,8 +125,8 @@ class SilenceClock:
         """Return the seconds of silence; 0 if the engine has no rows."""
         signs, now = self._signs_of_life(), self._monotonic()
         passed_s = min(now - self._observed_at, _MAX_GAP_S)
-        self._silent_s = self._silent_s + passed_s if is_busy and signs == self._signs else 0.0
-        self._signs, self._observed_at = signs, now
+        self._silent_s = self._silent_s + passed_s if is_busy and signs == self._last_signs else 0.0
+        self._last_signs, self._observed_at = signs, now
         return self._silent_s
 
 

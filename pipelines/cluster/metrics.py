@@ -182,11 +182,11 @@ class UsageMetrics:
         self._lock = threading.Lock()
         self._reported_usd: dict[tuple[str, str], float] = {}  # (session, state) -> USD
         self._engine_usd = metric("peagle_engine_usd_total")
-        self._requests, self._usd = metric("peagle_requests_total"), metric("peagle_request_usd_total")
+        self._requests, self._request_usd = metric("peagle_requests_total"), metric("peagle_request_usd_total")
         self._duration = metric("gen_ai_server_request_duration_seconds")
         self._ttft = metric("gen_ai_server_time_to_first_token_seconds")
         self._tpot = metric("gen_ai_server_time_per_output_token_seconds")
-        self._size = metric("gen_ai_client_token_usage")
+        self._request_tokens = metric("gen_ai_client_token_usage")
         self._prompt, self._cached = metric("peagle_prompt_tokens_total"), metric("peagle_cached_tokens_total")
         self._output, self._drafts = metric("peagle_output_tokens_total"), metric("peagle_drafts_total")
         self._drafted, self._accepted = metric("peagle_draft_tokens_total"), metric("peagle_accepted_tokens_total")
@@ -199,12 +199,12 @@ class UsageMetrics:
         """Record a finished request."""
         usage, is_ok = record.usage, record.outcome == "ok"
         self._requests.inc(1, {"outcome": record.outcome})
-        _add(self._usd, record.usd)
+        _add(self._request_usd, record.usd)
         duration_s = usage.finished_at - usage.started_at
         self._duration.observe(duration_s, {"error_type": "" if is_ok else record.outcome})
         if record.outcome != "failed":
-            self._size.observe(usage.num_prompt_tokens, {"gen_ai_token_type": "input"})
-            self._size.observe(usage.num_output_tokens, {"gen_ai_token_type": "output"})
+            self._request_tokens.observe(usage.num_prompt_tokens, {"gen_ai_token_type": "input"})
+            self._request_tokens.observe(usage.num_output_tokens, {"gen_ai_token_type": "output"})
         if is_ok and record.ttft_s is not None:
             self._ttft.observe(record.ttft_s)
             num_later_tokens = usage.num_output_tokens / record.num_choices - 1
@@ -229,11 +229,11 @@ class UsageMetrics:
             _add(self._verified_per_position, num_verified, position=str(position))
 
     def record_heartbeat(self, session: EngineSession) -> None:
-        """Record the seconds of an engine by state. An old heartbeat has no effect."""
+        """Record the cost of an engine by state. An old heartbeat has no effect."""
         seconds = {"start": session.load_s + session.compile_s, "busy": session.busy_s, "idle": session.idle_s}
         with self._lock:
-            for state, until_now_s in seconds.items():
-                usd = until_now_s * session.num_devices * session.usd_per_device_s
+            for state, total_s in seconds.items():
+                usd = total_s * session.num_devices * session.usd_per_device_s
                 reported_usd = self._reported_usd.get((session.session_id, state), 0.0)
                 _add(self._engine_usd, usd - reported_usd, state=state)
                 self._reported_usd[session.session_id, state] = max(usd, reported_usd)

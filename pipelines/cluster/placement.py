@@ -41,15 +41,15 @@ class Placement:
     @property
     def options(self) -> dict[str, Any]:
         """Ray's options for the engine's actor."""
-        kind = {"accelerator_type": self.accelerator_type} if self.accelerator_type else {}
-        return {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus or None, **kind}
+        type_option = {"accelerator_type": self.accelerator_type} if self.accelerator_type else {}
+        return {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus or None, **type_option}
 
     @property
     def resources_per_node(self) -> dict[str, float]:
         """The bundle that an engine reserves on one of its nodes, for a placement group."""
         gpus = {"GPU": float(self.num_gpus)} if self.num_gpus else {}
-        kind = {f"{_TYPE_PREFIX}{self.accelerator_type}": _TYPE_AMOUNT} if self.accelerator_type else {}
-        return {"CPU": self.num_cpus, **gpus, **kind}
+        type_resource = {f"{_TYPE_PREFIX}{self.accelerator_type}": _TYPE_AMOUNT} if self.accelerator_type else {}
+        return {"CPU": self.num_cpus, **gpus, **type_resource}
 
     @property
     def bundles(self) -> list[dict[str, float]]:
@@ -123,34 +123,34 @@ def place(
             f" ({hardware.describe()})",
             hint="remove the option to run on CPUs; if the node has accelerators, check that nvidia-smi shows them",
         )
-    per_node = math.ceil(num_engines * nodes_per_engine / num_nodes)
+    engines_per_node = math.ceil(num_engines * nodes_per_engine / num_nodes)
     ranks_on_node = accelerators_per_engine // nodes_per_engine
-    fit = (hardware.num_accelerators or _num_cores(hardware)) // ranks_on_node
-    per_node = max(per_node, min(math.ceil(max_engines * nodes_per_engine / num_nodes), fit))
+    num_fitting = (hardware.num_accelerators or _num_cores(hardware)) // ranks_on_node
+    engines_per_node = max(engines_per_node, min(math.ceil(max_engines * nodes_per_engine / num_nodes), num_fitting))
     if hardware.platform == "cuda":
         return on_accelerators(
             accelerators_per_engine,
             nodes_per_engine=nodes_per_engine,
             accelerator_type=accelerator_type,
-            num_engines_on_node=per_node,
+            num_engines_on_node=engines_per_node,
         )
-    if per_node > fit:
+    if engines_per_node > num_fitting:
         need = "a CPU core each" if ranks_on_node == 1 else f"{ranks_on_node} CPU cores each"
         where = f" on each of {nodes_per_engine} nodes" if nodes_per_engine > 1 else ""
-        max_engines_that_fit = fit * num_nodes // nodes_per_engine
+        max_engines_that_fit = num_fitting * num_nodes // nodes_per_engine
         raise CapacityError(
             f"{num_engines} engines need {need}{where}; {num_nodes} node(s) have {_num_cores(hardware)} each",
             hint=fewer_engines_hint.format(max_engines_that_fit)
             if max_engines_that_fit
             else "use fewer ranks per engine",
         )
-    cpus = hardware.num_cpus // per_node
+    cpus = hardware.num_cpus // engines_per_node
     return Placement(
         num_cpus=float(cpus - 1) or 0.5,
         num_gpus=0,
         num_devices=cpus * nodes_per_engine,
         device="vcpu",
-        num_engines_on_node=per_node,
+        num_engines_on_node=engines_per_node,
         nodes_per_engine=nodes_per_engine,
     )
 
@@ -181,8 +181,8 @@ def num_engine_nodes(
     engine = on_accelerators(
         accelerators_per_engine, nodes_per_engine=nodes_per_engine, accelerator_type=accelerator_type
     )
-    fit = hardware.num_accelerators // engine.num_gpus
-    num_needed = math.ceil(num_engines * nodes_per_engine / fit) if fit else 0
+    parts_per_node = hardware.num_accelerators // engine.num_gpus
+    num_needed = math.ceil(num_engines * nodes_per_engine / parts_per_node) if parts_per_node else 0
     return max(nodes_per_engine, sum(num_parts_on(node, engine) > 0 for node in nodes), num_needed)
 
 

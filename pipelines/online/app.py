@@ -1,6 +1,6 @@
 """Build the Serve application from a configuration, for `peagle serve` and for `serve run`/`serve deploy`.
 
-config -> hardware, price -> an engine for each model -> replicas, ingress
+Steps: config -> hardware and price -> an engine for each model -> replicas and ingress.
 """
 
 import os
@@ -55,11 +55,12 @@ class Served:
 
     def describe(self) -> str:
         drafter = self.engine.spec.drafter
-        head = f"{self.engine.drafter.name}, K={drafter.num_speculative_tokens}" if drafter else "none"
+        drafter_text = f"{self.engine.drafter.name}, K={drafter.num_speculative_tokens}" if drafter else "none"
         options = self.options
         return (
-            f"{options.served_name}: {self.engine.model.name} in {self.engine.precision.describe()}; drafter {head}"
-            f" ({self.engine.drafter.note}); {options.min_replicas} to {options.max_replicas} engine(s)"
+            f"{options.served_name}: {self.engine.model.name} in {self.engine.precision.describe()}; "
+            f"drafter {drafter_text} ({self.engine.drafter.note}); "
+            f"{options.min_replicas} to {options.max_replicas} engine(s)"
         )
 
 
@@ -122,7 +123,7 @@ def resolve(
 
 
 def placements(config: ServeConfig, hardware: Hardware, *, num_nodes: int) -> dict[str, Placement]:
-    """Return the placement of a model's engines, by model name.
+    """Return the placement of each model's engines, by model name.
 
     On CPUs, the cores are divided among the endpoint's engines and the engines of batches. Accelerators are allocated
     on demand, and a batch's engines wait for accelerators, so only the endpoint's engines must fit together.
@@ -151,7 +152,7 @@ def _vllm_models(config: ServeConfig) -> list[ServedModelOptions]:
 
 
 def _placement(
-    config: ServeConfig, options: ServedModelOptions, hardware: Hardware, num_nodes: int, num_replicas: int
+    config: ServeConfig, options: ServedModelOptions, hardware: Hardware, num_nodes: int, num_replicas_of_all: int
 ) -> Placement:
     if options.engine == "fake":  # a fake engine is billed for one device
         device: Device = "accelerator" if hardware.platform == "cuda" else "vcpu"
@@ -161,8 +162,8 @@ def _placement(
     min_batch_engines, max_batch_engines = batch_engine_range(config)
     return place(
         hardware,
-        num_engines=num_replicas + min_batch_engines,
-        max_engines=num_replicas + max_batch_engines,
+        num_engines=num_replicas_of_all + min_batch_engines,
+        max_engines=num_replicas_of_all + max_batch_engines,
         accelerators_per_engine=accelerators_per_engine_of(options),
         num_nodes=num_nodes,
         fewer_engines_hint=_CAPACITY_HINT,
@@ -206,9 +207,9 @@ def endpoint_price(config: ServeConfig, hardware: Hardware, served: list[Served]
     for model in served:
         require_device(price, model.placement.device, f"the engines of {model.options.served_name}")
     ledger = _state_folder(config) / "ledger"
-    if others := {session.device for session in read_sessions(ledger)} - {price.device}:
+    if other_devices := {session.device for session in read_sessions(ledger)} - {price.device}:
         raise PriceError(
-            f"{ledger}: this ledger bills engines by the {others.pop()}, but the price of "
+            f"{ledger}: this ledger bills engines by the {other_devices.pop()}, but the price of "
             f"{price.instance_type} is per {price.device}",
             hint="use another folder with --state: a ledger supports one kind of device",
         )
@@ -237,7 +238,7 @@ def bind(config: ServeConfig, hardware: Hardware, served: list[Served]) -> Any:
         model_cards[model.options.served_name] = model_card(model, job.counts.admitted, hardware)
     ingress = serve.deployment(
         make_ingress(settings),
-        num_replicas=1,  # because the limits of keys are counted in its memory
+        num_replicas=1,  # because the ingress counts the usage of keys in memory
         max_ongoing_requests=10_000,  # effectively unlimited: requests wait in the ingress for engines
         ray_actor_options={"num_cpus": 0.25},  # must fit next to an engine on two cores
         logging_config={"enable_access_log": False},  # the ledger records answered requests, the gate logs refusals
@@ -262,10 +263,10 @@ def bind(config: ServeConfig, hardware: Hardware, served: list[Served]) -> Any:
 def gate_settings(config: ServeConfig, hardware: Hardware, served: list[Served]) -> GateSettings:
     """Return the settings of the gate. Raises ConfigError without keys if the address is not local."""
     environment_keys = keys_from_environment()
-    stored: tuple[KeyRecord, ...] = read_keys(config.keys) if config.keys else ()
+    stored_keys: tuple[KeyRecord, ...] = read_keys(config.keys) if config.keys else ()
     read_budgets(_state_folder(config) / "ledger" / BUDGETS_NAME)  # fail here rather than with each request
     requires_key = config.keys is not None or bool(environment_keys)
-    if requires_key and not (stored or environment_keys):
+    if requires_key and not (stored_keys or environment_keys):
         raise ConfigError(
             f"keys {config.keys}: the file contains no keys, so no client could use the endpoint",
             hint=f"peagle serve keys add NAME --keys {config.keys}",

@@ -1,4 +1,4 @@
-"""Background endpoints: processes of `peagle serve`, which outlive the command that started them, and their records.
+"""Background endpoints: `peagle serve` processes that outlive the command that started them.
 
 $PEAGLE_HOME/endpoints/NAME/    endpoint.json  serve.yaml  serve.log  state/
 """
@@ -44,7 +44,7 @@ class Endpoint:
     pid: int
     born_at: float  # the creation time of its process, which detects a reused pid
     started_at: float
-    stop_s: float  # maximum time that stopping it takes
+    stop_s: float  # maximum time to stop it
     model: str = ""  # the name by which clients request its first model
 
     @property
@@ -131,7 +131,7 @@ def find(name: str | None) -> Endpoint:
 
 
 def start_and_wait(config: ServeConfig, say: Callable[[str], None]) -> Endpoint:
-    """Start an endpoint and wait until it is up. Stop it if the start fails or is interrupted.
+    """Start an endpoint and wait until it is up. Stop the endpoint if the start fails or is interrupted.
 
     Raises:
         ConfigError: an endpoint of this name exists.
@@ -178,7 +178,7 @@ def start(config: ServeConfig, *, port: int) -> Endpoint:
         pid=process.pid,
         born_at=psutil.Process(process.pid).create_time(),
         started_at=started_at,
-        stop_s=2 * max(model.drain_s for model in config.served) + 60.0,  # to stop Serve and Ray
+        stop_s=2 * max(model.drain_s for model in config.served) + 60.0,  # 60 s to stop Serve and Ray
         model=config.served[0].served_name,
     )
     endpoint.write()

@@ -46,13 +46,13 @@ def extract_on_actors(
 ) -> None:
     """Extract features with at most `workers` actors, each of which loads the target."""
     job = replace(job, device=device)
-    writer, missing = open_store(job.samples, job.spec, job.folder)
-    if not missing:
+    writer, missing_shards = open_store(job.samples, job.spec, job.folder)
+    if not missing_shards:
         return
-    num_actors = min(workers, len(missing))
+    num_actors = min(workers, len(missing_shards))
     cluster.require_workers(num_actors, on_gpu=_on_gpu(job))
     try:
-        for row in _dataset(job, missing, reference, num_actors).iter_rows():
+        for row in _dataset(job, missing_shards, reference, num_actors).iter_rows():
             writer.add_written(row["shard"], row["checksum"])
             progress(writer.num_written, writer.num_shards)
     except (PeagleError, BrokenPipeError):  # BrokenPipeError: nobody reads this process's output any more
@@ -62,12 +62,12 @@ def extract_on_actors(
         raise to_peagle_error(error, "the extraction failed", hint=hint) from error
 
 
-def _dataset(job: FeatureJob, missing: dict[int, list[Sample]], reference: str, num_actors: int) -> Any:
+def _dataset(job: FeatureJob, missing_shards: dict[int, list[Sample]], reference: str, num_actors: int) -> Any:
     import ray.data
 
     cluster.keep_block_sizes()
     tables = []
-    for number, samples in missing.items():
+    for number, samples in missing_shards.items():
         rows = [{"shard": number, **asdict(sample)} for sample in samples]
         tables.append(pa.Table.from_pylist(rows, schema=_SCHEMA))
     return ray.data.from_arrow(tables).map_batches(
@@ -217,7 +217,7 @@ def _train_worker(loop_config: dict[str, Any]) -> DivergedError | None:
     """Train as one worker, with the inputs that the driver prepared.
 
     The fingerprint is the driver's, with paths as typed, so that a training run with one worker can be resumed with
-    several, and vice versa. `DivergedError` is returned, because Ray would restart the workers if it was raised.
+    several, and vice versa. `DivergedError` is returned, because Ray would restart the workers if it were raised.
     """
     restrict_new_files()
     # The feature store is complete. If this node cannot access it, opening it fails.
@@ -241,7 +241,7 @@ def _failure_reason(error: Exception) -> str:
 
 @dataclass
 class _ProgressFollower:
-    """Reports steps and records checkpoints of the first worker, by polling its files in `folder`."""
+    """Reports the first worker's steps and records its checkpoints, by polling the files in `folder`."""
 
     folder: Path
     listener: Listener

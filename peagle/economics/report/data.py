@@ -110,9 +110,11 @@ def check_report(report: object) -> dict[str, Any]:
 def _notes(account: Account, info: RunInfo, shares: Mapping[str, float]) -> list[str]:
     notes: list[str | None] = []
     if info.complete is False:
-        of_all = f" of {info.num_input_rows:,}" if info.num_input_rows is not None else ""
-        done = account.num_rows + account.num_failed_rows
-        notes.append(f"The run is not finished: {done:,}{of_all} rows so far. Run the same command again to continue.")
+        of_total = f" of {info.num_input_rows:,}" if info.num_input_rows is not None else ""
+        num_done = account.num_rows + account.num_failed_rows
+        notes.append(
+            f"The run is not finished: {num_done:,}{of_total} rows so far. Run the same command again to continue."
+        )
     if account.num_failed_rows:
         notes.append(f"{account.num_failed_rows:,} rows failed; see failed/.")
     notes += [
@@ -135,7 +137,7 @@ def _notes(account: Account, info: RunInfo, shares: Mapping[str, float]) -> list
             "Each engine loads once, so longer runs have a smaller share."
         )
     if account.price.doubt:
-        notes.append(f"The price may be wrong: {account.price.doubt}.")
+        notes.append(f"The price might be wrong: {account.price.doubt}.")
     if account.price.basis == "assumed":
         notes.append(
             f"Assuming a {account.price.instance_type}: the machine could not be identified or has no known price. "
@@ -198,7 +200,9 @@ def _comparison_notes(reports: Sequence[Mapping[str, Any]], baseline: int) -> li
         ratio = _ratio(report["account"]["tokens_per_busy_usd"], base["account"]["tokens_per_busy_usd"])
         adds_drafter = report["run"]["drafter"] is not None and base["run"]["drafter"] is None
         if adds_drafter and ratio is not None and ratio < 1 and set(differing) <= {"num_input_rows"}:
-            notes.append(f"{label}: the drafter costs more than it saves, {ratio:.2f} x the tokens per busy dollar.")
+            notes.append(
+                f"{label}: the drafter costs more than it saves, with {ratio:.2f} times the tokens per busy dollar."
+            )
         if differing:
             conditions = ", ".join(name.removeprefix("num_").replace("_", " ") for name in differing)
             if "num_input_rows" in differing:

@@ -71,12 +71,12 @@ def _without_drafter(report: Mapping[str, Any]) -> tuple[list[Bar], str]:
     savings = saved["speculation"]
     if savings["usd"] is None:
         return [], "Without the drafter: unknown, because its step times were not measured."
-    tokens, total_usd = account["num_output_tokens"], account["usd"]["total"] + savings["usd"]
+    tokens, usd_without_drafter = account["num_output_tokens"], account["usd"]["total"] + savings["usd"]
     error_usd = savings["error_usd"]
-    value, low, high = tokens / total_usd, None, None
+    value, low, high = tokens / usd_without_drafter, None, None
     value_text = f"{format_count(value)} (error unknown)"
-    if error_usd is not None and error_usd < total_usd:
-        low, high = tokens / (total_usd + error_usd), tokens / (total_usd - error_usd)
+    if error_usd is not None and error_usd < usd_without_drafter:
+        low, high = tokens / (usd_without_drafter + error_usd), tokens / (usd_without_drafter - error_usd)
         value_text = f"{format_count(value)} ({format_count(low)} to {format_count(high)})"
     bar = replace(plain_bar("the same without the drafter", value, value_text, "series-1"), low=low, high=high)
     sources = ", ".join(saved["sources"])
@@ -94,7 +94,8 @@ def timeline_panels(report: Mapping[str, Any]) -> list[Panel]:
     num_shown, num = len(timeline["engines"]), timeline["num_engines"]
     selection = f" Showing the first {num_shown} of {num} engines." if num > num_shown else ""
     pauses = " Dashed lines mark omitted pauses without a running engine." if timeline["pauses"] else ""
-    speed = f"Maximum {peak:,.1f} over {format_duration(timeline['step_s'])}; a unit's tokens are spread evenly."
+    step = format_duration(timeline["step_s"])
+    speed = f"Maximum {peak:,.1f}, averaged over {step}; a unit's tokens are spread evenly over its time in the engine."
     cost = f"{format_usd(usd)} in {format_duration(timeline['total_s'])} of engine time."
     states = (
         "Heartbeats record the duration of states, not their order. Busy time is drawn where a committed unit "
@@ -131,23 +132,26 @@ _MEASURES = {
 
 
 def row_panels(report: Mapping[str, Any]) -> list[Panel]:
-    panels, plots, rows, failed = [], [], report.get("rows"), report.get("failures")
+    panels, plots, rows, failures = [], [], report.get("rows"), report.get("failures")
     if rows:
-        read, num = rows["num_read"], report["account"]["num_rows"]
-        of_all = f"A sample of {read:,} of {num:,} rows." if read < num else f"All {num:,} rows."
+        num_read, num_rows = rows["num_read"], report["account"]["num_rows"]
+        lead = f"A sample of {num_read:,} of {num_rows:,} rows."
+        lead = lead if num_read < num_rows else f"All {num_rows:,} rows."
         for heading, names in _MEASURES.items():
             measures = [(rows["measures"].get(column), name) for column, name in names.items()]
             histograms = [_histogram(measure, name) for measure, name in measures if measure]
             if histograms:
-                panels.append(Panel(heading=heading, lead=of_all, plots=histograms))
+                panels.append(Panel(heading=heading, lead=lead, plots=histograms))
         reasons = [
-            plain_bar(reason, count, f"{count:,} ({format_share(count / read)})")
+            plain_bar(reason, count, f"{count:,} ({format_share(count / num_read)})")
             for reason, count in rows["finish_reasons"].items()
         ]
-        plots.append((f"Finish reasons of {read:,} rows", _bars("Finish reasons", reasons)))
-    if failed:
-        reasons = [plain_bar(group["reason"], group["count"], f"{group['count']:,}", "share-lost") for group in failed]
-        caption = f"Failures by reason. Example of {failed[0]['reason']}: {failed[0]['example']}"
+        plots.append((f"Finish reasons of {num_read:,} rows", _bars("Finish reasons", reasons)))
+    if failures:
+        reasons = [
+            plain_bar(group["reason"], group["count"], f"{group['count']:,}", "share-lost") for group in failures
+        ]
+        caption = f"Failures by reason. Example of {failures[0]['reason']}: {failures[0]['example']}"
         plots.append((caption, _bars("Failures by reason", reasons)))
     if plots:
         lead = "Each row has an answer, or a dead letter in failed/."
@@ -243,17 +247,19 @@ def _template_values(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _money_labels(reports: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> list[str]:
     """Return the money labels of the runs. A label of only some runs is followed by their names."""
-    runs_of: dict[str, list[str]] = {}
+    runs_by_label: dict[str, list[str]] = {}
     for label, report in zip(labels, reports, strict=True):
         for money_label in money_labels(report):
-            runs_of.setdefault(money_label, []).append(label)
-    return [name if len(runs) == len(reports) else f"{name} ({', '.join(runs)})" for name, runs in runs_of.items()]
+            runs_by_label.setdefault(money_label, []).append(label)
+    return [
+        name if len(runs) == len(reports) else f"{name} ({', '.join(runs)})" for name, runs in runs_by_label.items()
+    ]
 
 
 def _status(report: Mapping[str, Any]) -> str:
     run = report["run"]
     state = {True: "complete", False: "not finished", None: ""}[run["complete"]]
-    when = f"started {_moment(run['started_at'])}" if run["started_at"] else ""
+    when = f"started {_time_text(run['started_at'])}" if run["started_at"] else ""
     return " · ".join(part for part in (state, when, run["path"]) if part)
 
 
@@ -298,8 +304,8 @@ def _configuration_of(report: Mapping[str, Any]) -> dict[str, str]:
         "price source": f"{price['source']}, {price['as_of']}",
         "device-seconds": f"{account['device_s']['total']:,.0f} ({format_duration(account['device_s']['total'])})",
         "input rows": _value_text(run["num_input_rows"]),
-        "started": _moment(run["started_at"]),
-        "finished": _moment(run["finished_at"]),
+        "started": _time_text(run["started_at"]),
+        "finished": _time_text(run["finished_at"]),
         "run directory": _value_text(run["path"]),
     }
 
@@ -316,5 +322,5 @@ def _value_text(value: object) -> str:
     return UNKNOWN if value is None else str(value)
 
 
-def _moment(moment: str | None) -> str:
-    return moment.replace("T", " ").replace("+00:00", " UTC") if moment else UNKNOWN
+def _time_text(timestamp: str | None) -> str:
+    return timestamp.replace("T", " ").replace("+00:00", " UTC") if timestamp else UNKNOWN

@@ -37,8 +37,8 @@ SHARE_RULES = "".join(
     for name in SHARES
 )
 _LABEL_CHARS = 64
-_MIN_WIDTH = 3  # of a bar that is not 0
-_MAX_BAR_WIDTH = 240  # the rest of the width is for text
+_MIN_WIDTH = 3  # of a bar with a value above 0
+_MAX_BAR_WIDTH = 240  # leaves room for the text of the value
 _BAR_HEIGHT, _ROW_HEIGHT = 18, 46
 
 
@@ -139,8 +139,8 @@ class Bar:
         return sum(amount for _, amount, _ in self.parts)
 
 
-def plain_bar(label: str, value: float, value_text: str, kind: str = "series-0") -> Bar:
-    return Bar(label=label, parts=[(kind, value, f"{label}: {value_text}")], value_text=value_text)
+def plain_bar(label: str, value: float, value_text: str, css_class: str = "series-0") -> Bar:
+    return Bar(label=label, parts=[(css_class, value, f"{label}: {value_text}")], value_text=value_text)
 
 
 def bars_svg(bars: Sequence[Bar], name: str) -> str:
@@ -149,10 +149,10 @@ def bars_svg(bars: Sequence[Bar], name: str) -> str:
     for bar in bars:
         elements.append(text(0, y + 11, shortened(bar.label, _LABEL_CHARS), "label", "start"))
         x = 0.0
-        for kind, amount, tooltip in bar.parts:
+        for css_class, amount, tooltip in bar.parts:
             width = _MAX_BAR_WIDTH * amount / max_value
             if amount > 0:
-                elements.append(_rect(kind, x, y + 17, max(width, _MIN_WIDTH), _BAR_HEIGHT, tooltip))
+                elements.append(_rect(css_class, x, y + 17, max(width, _MIN_WIDTH), _BAR_HEIGHT, tooltip))
             x += width
         if bar.low is not None and bar.high is not None:
             low, high = (_MAX_BAR_WIDTH * max(value, 0.0) / max_value for value in (bar.low, bar.high))
@@ -186,8 +186,8 @@ def dollars_svg(columns: Sequence[tuple[str, Sequence[float]]], layers: Sequence
     stacked = []
     for label, amounts in columns:
         parts = [
-            (kind, amount, f"{label}, {layer}: {format_usd(amount)}")
-            for (layer, kind), amount in zip(layers, amounts, strict=True)
+            (css_class, amount, f"{label}, {layer}: {format_usd(amount)}")
+            for (layer, css_class), amount in zip(layers, amounts, strict=True)
         ]
         stacked.append((label, parts))
     return drawing(HEIGHT - 14, name, _columns(stacked, 0.8, usd_tick))
@@ -202,16 +202,13 @@ def _columns(
     width, label_interval = (WIDTH - LEFT - RIGHT) / len(columns), -(-len(columns) // 7)  # at most seven labels
     elements = [grid_line(y(value), format_value(value)) for value in ticks]
     for index, (label, parts) in enumerate(columns):
-        middle, below = LEFT + (index + 0.5) * width, 0.0
-        for kind, amount, tooltip in parts:
+        middle, amount_below = LEFT + (index + 0.5) * width, 0.0
+        for css_class, amount, tooltip in parts:
             if amount > 0:
-                height = max(y(below) - y(below + amount), 1.0)
-                elements.append(
-                    _rect(
-                        kind, middle - width * width_share / 2, y(below) - height, width * width_share, height, tooltip
-                    )
-                )
-            below += amount
+                height = max(y(amount_below) - y(amount_below + amount), 1.0)
+                x, top = middle - width * width_share / 2, y(amount_below) - height
+                elements.append(_rect(css_class, x, top, width * width_share, height, tooltip))
+            amount_below += amount
         if index % label_interval == 0:
             elements.append(text(middle, HEIGHT - BOTTOM + 16, label, "tick", "middle"))
     return elements
@@ -241,9 +238,9 @@ def usd_tick(usd: float) -> str:
     return f"${tick(usd)}"
 
 
-def _rect(kind: str, x: float, y: float, width: float, height: float, tooltip: str) -> str:
+def _rect(css_class: str, x: float, y: float, width: float, height: float, tooltip: str) -> str:
     geometry = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"'
-    return f'<rect class="{kind}" {geometry} rx="1.5">{title(tooltip)}</rect>'
+    return f'<rect class="{css_class}" {geometry} rx="1.5">{title(tooltip)}</rect>'
 
 
 # Units of time: seconds, name, and the allowed tick intervals in that unit.
@@ -274,7 +271,7 @@ def series_svg(
     for index, value in enumerate(values):
         begin = [] if is_sum else [(x(index * step_s), y(value))]
         points += [*begin, (x((index + 1) * step_s), y(value))]
-    line = " ".join(f"{left:.1f},{height:.1f}" for left, height in points)
+    line = " ".join(f"{point_x:.1f},{point_y:.1f}" for point_x, point_y in points)
     base, bottom = f"{x(0.0):.1f},{y(0.0):.1f}", HEIGHT - BOTTOM
     elements = [
         *(grid_line(y(value), format_value(value)) for value in ticks),
@@ -305,8 +302,8 @@ def _lane(engine: Mapping[str, Any], x: Callable[[float], float], y: float) -> l
     for state in SHARES:
         path = "".join(
             f"M{x(begin):.1f},{y:g}h{max(x(end) - x(begin), 1.5):.1f}v{_LANE_HEIGHT}H{x(begin):.1f}z"
-            for kind, begin, end in engine["spans"]
-            if kind == state
+            for span_state, begin, end in engine["spans"]
+            if span_state == state
         )
         if path:
             tooltip = title(f"engine {engine['engine']}: {state} {format_duration(engine['seconds'][state])}")
@@ -323,10 +320,10 @@ def _time_axis(timeline: Mapping[str, Any], x: Callable[[float], float], top: fl
     total_s = timeline["total_s"]
     step_s = next((step for step in _TICKS_S if total_s <= _MAX_TICKS * step), total_s / _MAX_TICKS)
     unit_s, unit, _ = next(unit for unit in _UNITS if step_s >= unit[0])
-    ticks = [step_s * number for number in range(int(total_s / step_s) + 1)]
+    ticks_s = [step_s * number for number in range(int(total_s / step_s) + 1)]
     elements = [
-        text(x(tick), bottom + 16, f"{tick / unit_s:,.0f} {unit}", "tick", "middle" if tick else "start")
-        for tick in ticks
+        text(x(tick_s), bottom + 16, f"{tick_s / unit_s:,.0f} {unit}", "tick", "middle" if tick_s else "start")
+        for tick_s in ticks_s
     ]
     for pause in timeline["pauses"]:
         tooltip = title(f"an omitted pause of {format_duration(pause['lasted_s'])}")

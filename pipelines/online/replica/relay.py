@@ -114,10 +114,10 @@ async def convert_errors(
         async with contextlib.aclosing(answers):
             async for answer in answers:
                 if _is_text(answer):
-                    if any(map(_is_failure, answer)):
+                    if any(map(_has_server_error, answer)):
                         await check_health()
-                        raise _failure(constraint)
-                    if not has_begun and (error_event := _error_event(answer)):
+                        raise _failure_error(constraint)
+                    if not has_begun and (error_event := _first_event_error(answer)):
                         yield event_to_error_response(error_event)
                         return
                 has_begun = True
@@ -125,14 +125,14 @@ async def convert_errors(
     except Exception as error:
         if isinstance(error, generation_error()):
             await check_health()
-            error = _failure(constraint)
+            error = _failure_error(constraint)
         response = None if has_begun else to_error_response(error)
         if response is None:
             raise error from None
         yield response
 
 
-def _failure(constraint: str | None) -> Exception:
+def _failure_error(constraint: str | None) -> Exception:
     if constraint is None:
         return EngineError("vLLM ended a request with an error, which is in the engine's log")
     return refusal_of(constraint, f"{constraint}: the constraint allows no further token, so the response cannot end")
@@ -150,7 +150,7 @@ async def relay(
     """
     request = begin()
     request.sequences.listen()
-    outcome: Outcome | None = "cut"
+    outcome: Outcome | None = "cut"  # the client disconnected
     try:
         async with contextlib.aclosing(answers):
             async for answer in answers:
@@ -182,7 +182,7 @@ def _end_without_answer(request: RequestAccount) -> StreamEnd:
 
 
 async def in_pieces(answers: AsyncGenerator[Any, None], pace: Pace) -> AsyncGenerator[Any, None]:
-    """Join the texts of a stream at the engine's pace. The first is sent immediately."""
+    """Join the texts that arrive within one interval of `pace`. The first text is sent immediately."""
     async with contextlib.aclosing(coalesce(answers, pace)) as pieces:
         async for piece in pieces:
             for is_of_stream, group in itertools.groupby(piece, key=_is_of_stream):
@@ -204,7 +204,7 @@ def _is_text(answer: Any) -> bool:
     return isinstance(answer, list) and all(isinstance(text, str) for text in answer)
 
 
-def _error_event(texts: list[str]) -> Mapping[str, Any] | None:
+def _first_event_error(texts: list[str]) -> Mapping[str, Any] | None:
     """Return the error in the first event, if it has a status."""
     if not texts or '"error"' not in texts[0]:
         return None
@@ -213,7 +213,7 @@ def _error_event(texts: list[str]) -> Mapping[str, Any] | None:
     return error if isinstance(error, dict) and isinstance(error.get("code"), int) else None
 
 
-def _is_failure(text: str) -> bool:
+def _has_server_error(text: str) -> bool:
     if '"error"' not in text:  # almost always; parsing takes time
         return False
     errors = (event["error"] for event in events(text) if isinstance(event, dict) and "error" in event)

@@ -138,7 +138,7 @@ def test_status_before_the_report_is_written(run, monkeypatch, is_killed):
     commit(run, 3)
     with hold(run):
         if is_killed:
-            monkeypatch.setattr(lease_module, "_birth", lambda pid: 0)
+            monkeypatch.setattr(lease_module, "_start_ticks", lambda pid: 0)
         status = StatusReader(run).read()
     assert (status.state, status.num_rows_left, status.seconds_left) == ("finished", 0, None)
     assert "continues the run" not in status.describe()

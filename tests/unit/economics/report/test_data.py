@@ -90,7 +90,7 @@ def test_drafter_that_costs_more_than_it_saves_has_a_note(make_report):
     plain = make_report(concurrency=4)
     slow = make_report(concurrency=4, tokens=3000, drafter="peagle", num_drafts=1000, accepted=(480, 100))
     (note,) = compare([plain, slow])["notes"]
-    assert note == "peagle: the drafter costs more than it saves, 0.75 x the tokens per busy dollar."
+    assert note == "peagle: the drafter costs more than it saves, with 0.75 times the tokens per busy dollar."
     other = make_report(concurrency=8)
     notes = compare([other, slow])["notes"]
     assert notes == ["peagle also differs from the baseline in concurrency."], "the loss has other possible causes"
