@@ -57,7 +57,7 @@ def test_no_unit_is_prepared_after_a_stop(planned_batch):
 
 def test_tokenizer_is_loaded_with_the_revision(monkeypatch):
     loads = []
-    monkeypatch.setattr(local, "localize", lambda model, revision, weights: model)
+    monkeypatch.setattr(local, "local_model_path", lambda model, revision, weights: model)
     monkeypatch.setattr(local, "load_tokenizer", lambda *args: loads.append(args))
     local.tokenizer_of("org/model-of-this-test", "v2")
     local.tokenizer_of("org/model-of-this-test")
