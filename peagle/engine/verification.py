@@ -166,7 +166,7 @@ class DraftBudget:
     def __init__(self, num_speculative_tokens: int, *, is_depth_fixed: bool = False) -> None:
         self.depth = num_speculative_tokens
         self._depths = [self.depth] if is_depth_fixed else list(range(1, self.depth + 1))
-        self._net_tokens: Array = np.zeros(len(self._depths))  # expected gain per request and step, by depth
+        self._net_tokens: Array = np.zeros(len(self._depths))  # by depth: mean over `_num_steps`
         self._num_steps = 0
         self._survival_ratios = np.full(self.depth, 0.8)  # survival at each position / at the position before
         sources = ("greedy", "sampled", "lookup")
