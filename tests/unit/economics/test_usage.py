@@ -76,7 +76,7 @@ def changed_record(**changes):
         (changed_record(num_rows=-1), "num_rows cannot be negative"),
         (changed_record(session_id=7), "session_id must be of type str"),
         (changed_record(busy_s=float("nan")), "busy_s must be a finite number"),
-        (changed_record(num_cached_tokens=3001), "3001 of 3000 prompt tokens"),
+        (changed_record(num_cached_tokens=3001), "3001 cached tokens exceed 3000 prompt tokens"),
         (changed_record(finished_at=1.0), "finished before it started"),
         (changed_record(speculation={"num_drafts": 1}), "speculation counts must have"),
     ],
