@@ -51,7 +51,7 @@ _IF_LOST = (
 )
 _POLL_S = 0.5
 _STOPPED_NOW = "stopped immediately: running requests are lost"
-_SPARE_S = 30.0  # added to the drain time, because Serve polls, and kills processes that do not exit
+_SPARE_S = 30.0  # added to the drain time, for Serve's polling, and for processes that it must kill
 _GROUPS = {
     "model": ["name", *MODEL_KEYS, "tool_call_parser", "reasoning_parser"],
     "engines": [
@@ -127,7 +127,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
             ) from error
         quiet.move_to(logs / "serve.log")
         os.environ |= proxy.ENVIRONMENT | os.environ  # for a Ray cluster that is started here
-        # `bind` needs this module, whose import takes about as long as the start of Ray.
+        # `bind` needs the preloaded module, whose import takes about as long as the start of Ray.
         with cluster.ray_cluster(metrics_port=config.metrics_port, if_lost=_IF_LOST, preload="ray.serve.llm"):
             if is_remote:
                 hardware = inspect()
@@ -302,7 +302,7 @@ def _shutdown(config: ServeConfig, *, is_remote: bool, is_up: bool) -> None:
 
     if is_up or is_remote:
         # Serve kills the application after `drain_s`. If its controller dies meanwhile, the new controller waits for
-        # the full `drain_s` again, so this may take twice as long.
+        # the full `drain_s` again, so the deletion may take twice as long.
         limit_s = 2 * max(model.drain_s for model in config.served) + _SPARE_S
         give_up_at = time.monotonic() + limit_s
         begin_deletion(APP_NAME)

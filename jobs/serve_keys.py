@@ -32,7 +32,7 @@ _LIMITS = {
     "request_tag": "request_tags",
     "operator": "is_operator",
 }
-_LATEST = datetime(9999, 12, 31, tzinfo=UTC).timestamp()
+_LATEST_EXPIRY = datetime(9999, 12, 31, tzinfo=UTC).timestamp()
 HELP = """\
 Manage the endpoint's API keys in a file that contains only their hashes. A running endpoint applies a change within a
 second.
@@ -121,19 +121,19 @@ def _list(path: Path, args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     from pipelines.online.gateway.keys import read_keys
 
     records = read_keys(path)
-    spending: list[dict[str, Any]] = [{} for _ in records]
+    budgets: list[dict[str, Any]] = [{} for _ in records]
     if args.state:
         from pipelines.online.gateway.budget_watch import budget_status
         from pipelines.online.totals import Totals
 
         totals = Totals(ledger_of(args.state))
         totals.catch_up()
-        spending = [budget_status(record, totals.budgets) for record in records]
-    for record, spent in zip(records, spending, strict=True):
-        fields = (f"{name}={value}" for name, value in spent.items() if value is not None)
+        budgets = [budget_status(record, totals.budgets) for record in records]
+    for record, budget in zip(records, budgets, strict=True):
+        fields = (f"{name}={value}" for name, value in budget.items() if value is not None)
         print(*_describe(record), *fields, sep="  ")
     keys = [record.model_dump(mode="json", exclude={"sha256"}) for record in records]
-    return 0, {"keys": [key | spent for key, spent in zip(keys, spending, strict=True)]}
+    return 0, {"keys": [key | budget for key, budget in zip(keys, budgets, strict=True)]}
 
 
 def _add(path: Path, args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
@@ -160,8 +160,8 @@ def _limits(args: argparse.Namespace) -> dict[str, Any]:
 def _set(path: Path, args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     from pipelines.online.gateway.keys import KeyRecord, with_limits
 
-    fields = [_LIMITS[flag.replace("-", "_")] for flag in args.without]
-    defaults = {field: KeyRecord.model_fields[field].get_default(call_default_factory=True) for field in fields}
+    removed = [_LIMITS[flag.replace("-", "_")] for flag in args.without]
+    defaults = {field: KeyRecord.model_fields[field].get_default(call_default_factory=True) for field in removed}
     with _edit(path, args.name) as (records, index):
         records[index] = with_limits(records[index], **{**defaults, **_limits(args)})
         record = records[index]
@@ -226,7 +226,7 @@ def _expiry(args: argparse.Namespace) -> float | None:
         expires_at = moment.replace(tzinfo=moment.tzinfo or UTC).timestamp()
     else:
         return None
-    if not now < expires_at < _LATEST:
+    if not now < expires_at < _LATEST_EXPIRY:
         raise ConfigError(f"{option}: the key would never be valid", hint="use a future time before the year 10000")
     return expires_at
 

@@ -20,13 +20,13 @@ _GIB = 1024**3
 _RELEVANT_CPU_FLAGS = frozenset({"avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx_vnni", "amx_tile", "amx_bf16"})
 
 _FIELDS = "name,memory.total,memory.free,compute_cap,uuid,mig.mode.current,driver_version"
-# A driver without compute_cap is too old for any engine. With these fields, the node still counts as a GPU node, and is
-# refused because of its driver.
+# A driver without compute_cap is too old for any engine. `index` stands in for the fields that the driver lacks, so the
+# node still counts as a GPU node, and is refused because of its driver.
 _FIELDS_OF_OLD_DRIVERS = "name,memory.total,memory.free,index,uuid,index,driver_version"
 
 
 class _Gpu(NamedTuple):
-    """A line of `nvidia-smi`. Memory is in GiB, or None if the GPU uses the machine's memory."""
+    """A GPU in the output of `nvidia-smi`. Its memory is None if it uses the machine's memory."""
 
     number: str
     name: str
@@ -139,9 +139,9 @@ class Hardware:
 
 def detect(*, root: Path = Path("/")) -> Hardware:
     """Detect the hardware of this node. `root` is the file system whose `/proc` and `/sys` are read."""
-    num_affine, core_ids = _affine_cores(root)
+    num_in_mask, core_ids = _cores_in_mask(root)
     quota = _cpu_quota(root)
-    num_cpus = num_affine if quota is None else max(1, min(num_affine, int(quota)))
+    num_cpus = num_in_mask if quota is None else max(1, min(num_in_mask, int(quota)))
     cpu_name, cpu_flags = _cpu_model(root)
     memory_gib, free_memory_gib = _host_memory_gib(root)
     host = Hardware(
@@ -152,7 +152,7 @@ def detect(*, root: Path = Path("/")) -> Hardware:
         cpu_name=cpu_name,
         cpu_flags=cpu_flags,
         core_ids=core_ids,
-        is_cpu_quota=num_cpus < num_affine,
+        is_cpu_quota=num_cpus < num_in_mask,
     )
     return _with_accelerators(host, _nvidia_smi())
 
@@ -201,7 +201,7 @@ def _parse_nvidia_smi(output: str, visible: str | None) -> list[_Gpu]:
     """
     gpus: dict[str, _Gpu] = {}
     for index, line in enumerate(output.strip().splitlines()):
-        name, total, free, capability, uuid, mig, driver = (cell.strip() for cell in line.split(","))
+        name, total, free, capability, uuid, mig, driver = (value.strip() for value in line.split(","))
         major, _, minor = capability.partition(".")
         gpus[uuid] = _Gpu(
             number=str(index),
@@ -238,7 +238,7 @@ def _mib_to_gib(mib: str) -> float | None:
         return None
 
 
-def _affine_cores(root: Path) -> tuple[int, tuple[int, ...]]:
+def _cores_in_mask(root: Path) -> tuple[int, tuple[int, ...]]:
     """Return the number of logical CPUs in the affinity mask, and one per physical core, by NUMA node."""
     allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
     cores: dict[str, tuple[int, int]] = {}

@@ -41,7 +41,7 @@ class SpeculationStats:
         per_position = (self.accepted_per_position, self.verified_per_position)
         totals = (self.num_drafts, self.num_draft_tokens, self.num_lookup_tokens, self.num_dropped_tokens)
         counts = (*totals, *chain.from_iterable(per_position))
-        are_tuples = all(isinstance(counted, tuple) for counted in per_position)
+        are_tuples = all(isinstance(position_counts, tuple) for position_counts in per_position)
         if not are_tuples or any(type(count) is not int for count in counts):
             raise ValueError(f"speculation counts must be whole numbers, got {counts}")
         if min(counts) < 0:
@@ -55,12 +55,12 @@ class SpeculationStats:
         verified = self.verified_counts
         if any(a > v for a, v in zip(self.accepted_per_position, verified, strict=True)):
             raise ValueError(
-                f"per position, {self.accepted_per_position} accepted tokens exceed {verified} verified ones"
+                f"accepted tokens per position, {self.accepted_per_position}, exceed verified tokens, {verified}"
             )
         if self.num_accepted_tokens > self.num_draft_tokens:
             raise ValueError(f"{self.num_accepted_tokens} tokens accepted, but {self.num_draft_tokens} drafted")
         if self.num_lookup_tokens > self.num_accepted_tokens:
-            raise ValueError(f"{self.num_lookup_tokens} of {self.num_accepted_tokens} accepted tokens were looked up")
+            raise ValueError(f"{self.num_lookup_tokens} lookup tokens exceed {self.num_accepted_tokens} accepted")
 
     @classmethod
     def empty(cls) -> Self:

@@ -33,7 +33,7 @@ StartEngine = Callable[[EngineSpec, Hardware], Engine]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasurementListener:
-    """Callbacks for messages, and for the numbers of finished prompts and of all prompts of a pass."""
+    """Callbacks: `say` gets messages, `progress` the numbers of finished prompts and of all prompts of a pass."""
 
     say: Callable[[str], None] = lambda message: None
     progress: Callable[[int, int], None] = lambda done, total: None
@@ -238,11 +238,11 @@ def drafts_between(after: SpeculationStats | None, before: SpeculationStats | No
     """Return the drafts between two readings of an engine's counters; None if the engine does not count drafts."""
     if after is None or before is None:
         return None
-    pairs = zip_longest(after.accepted_per_position, before.accepted_per_position, fillvalue=0)
+    accepted = zip_longest(after.accepted_per_position, before.accepted_per_position, fillvalue=0)
     return SpeculationStats(
         num_drafts=after.num_drafts - before.num_drafts,
         num_draft_tokens=after.num_draft_tokens - before.num_draft_tokens,
-        accepted_per_position=tuple(a - b for a, b in pairs),
+        accepted_per_position=tuple(count_after - count_before for count_after, count_before in accepted),
     )
 
 

@@ -32,14 +32,14 @@ def require_prompts(config: BenchConfig, num_prompts: int) -> None:
 
 
 def few_prompts_warnings(config: BenchConfig, num_prompts: int) -> list[str]:
-    """Return a warning if passes are too short for their concurrency."""
-    short_passes = [
+    """Return a warning if passes have too few requests for their concurrency."""
+    too_short_at = [
         c for c in config.concurrency if (config.requests_per_slot or num_prompts / c) < _MIN_REQUESTS_PER_SLOT
     ]
-    if not short_passes:
+    if not too_short_at:
         return []
     return [
-        f"Fewer than {_MIN_REQUESTS_PER_SLOT} requests per slot at concurrency {', '.join(map(str, short_passes))}:"
+        f"Fewer than {_MIN_REQUESTS_PER_SLOT} requests per slot at concurrency {', '.join(map(str, too_short_at))}:"
         " much of a pass runs below its concurrency, so tokens/s are too low. Use more prompts or --requests-per-slot."
     ]
 
@@ -73,14 +73,14 @@ def make_report(
     cells = []
     for setup in plan.setups:
         for concurrency in plan.config.concurrency:
-            cell = (setup, concurrency)
-            if records := [record for planned, record in done.items() if (planned.setup, planned.concurrency) == cell]:
+            records = [r for planned, r in done.items() if (planned.setup, planned.concurrency) == (setup, concurrency)]
+            if records:
                 cells.append(summarise(records, usd_per_s=plan.usd_per_s))
     num_remaining = len(plan.passes) - len(done)
     warnings = [
         *caveats(plan, dataset, list(done.values())),
         *(f"Not complete: {label}, because its engine failed: {message}" for label, message in failed.items()),
-        *([f"Not finished: {num_remaining} passes remain."] if num_remaining else []),
+        *([f"Not finished: {num_remaining} of {len(plan.passes)} passes remain."] if num_remaining else []),
     ]
     return {
         "schema": SCHEMA,
@@ -145,13 +145,13 @@ def speed_ratios(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         for method in methods:
             if method in (NONE, over) or over not in methods or (over == "eagle3" and method in LOOKUP_METHODS):
                 continue
-            bests = {str(c): (best_cell(cells, method, c), best_cell(cells, over, c)) for c in concurrencies}
+            pairs = {str(c): (best_cell(cells, method, c), best_cell(cells, over, c)) for c in concurrencies}
             results.append(
                 {
                     "method": method,
                     "over": over,
-                    "by_concurrency": {c: _ratio(*cells) for c, cells in bests.items()},
-                    "range_by_concurrency": {c: _ratio_range(*cells) for c, cells in bests.items()},
+                    "by_concurrency": {c: _ratio(*pair) for c, pair in pairs.items()},
+                    "range_by_concurrency": {c: _ratio_range(*pair) for c, pair in pairs.items()},
                 }
             )
     return results
@@ -411,9 +411,9 @@ def value_plot(report: Mapping[str, Any]) -> str | None:
     return _best_plot(report, "tokens_per_usd", "Output tokens per dollar", "Output tokens per dollar by concurrency")
 
 
-def _best_plot(report: Mapping[str, Any], figure: str, subject: str, name: str) -> str:
+def _best_plot(report: Mapping[str, Any], figure: str, subject: str, axes_name: str) -> str:
     axes = Axes(
-        name=name,
+        name=axes_name,
         x_name="concurrent requests",
         y_name=subject.lower(),
         x_prefix="concurrency ",
@@ -423,8 +423,8 @@ def _best_plot(report: Mapping[str, Any], figure: str, subject: str, name: str) 
     concurrencies = report["configuration"]["concurrency"]
     curves: list[Curve] = []
     for method in _methods(report):
-        bests = [(c, best_cell(report["cells"], method, c)) for c in concurrencies]
-        points = [(c, cell[figure]) for c, cell in bests if cell]
+        best_cells = [(c, best_cell(report["cells"], method, c)) for c in concurrencies]
+        points = [(c, cell[figure]) for c, cell in best_cells if cell]
         name = METHOD_NAMES[method]
         curves.append((name if method == NONE else f"{name}, best K", points))
     return _plot(report, subject, curves, axes)

@@ -32,7 +32,7 @@ class HeadFacts:
         aux_layer_ids: layers of the target whose inputs the head reads; if empty, vLLM chooses them.
         mask_token_id: token that stands for positions not drafted yet; None for EAGLE-3.
         max_k: largest K, for a head that drafts blocks of a fixed size.
-        mixes_attention: whether some layers of such a head have a sliding window, and others do not.
+        mixes_attention: whether some layers of the head have a sliding window, and others do not.
         not_loaded: parts of the head that vLLM does not load for P-EAGLE.
     """
 
@@ -54,10 +54,10 @@ class HeadFacts:
 
 
 def read_head(config: Mapping[str, Any]) -> HeadFacts:
-    layer = config.get("transformer_layer_config") or config
+    layer_config = config.get("transformer_layer_config") or config
     method = _method(config)
-    hidden_size = config.get("target_hidden_size") or layer.get("hidden_size")
-    vocab_size = layer.get("vocab_size")
+    hidden_size = config.get("target_hidden_size") or layer_config.get("hidden_size")
+    vocab_size = layer_config.get("vocab_size")
     if hidden_size is None or vocab_size is None:
         raise DrafterError("the drafter's config.json lacks hidden_size or vocab_size")
     block = config.get("dflash_config") or {}
@@ -75,30 +75,30 @@ def read_head(config: Mapping[str, Any]) -> HeadFacts:
         target_hidden_size=hidden_size,
         vocab_size=vocab_size,
         draft_vocab_size=config.get("draft_vocab_size") or vocab_size,
-        num_layers=layer.get("num_hidden_layers") or 1,
+        num_layers=layer_config.get("num_hidden_layers") or 1,
         aux_layer_ids=tuple(aux),
         mask_token_id=mask_token_id,
         num_speculative_tokens=int(k) if k else None,
         max_k=_max_k(method, config),
-        mixes_attention=len(set(layer.get("layer_types") or ())) > 1,
+        mixes_attention=len(set(layer_config.get("layer_types") or ())) > 1,
         not_loaded=tuple(key for key in ("fc_norm", "norm_output") if config.get(key)),
     )
 
 
 def check_fit(drafter: Mapping[str, Any], target: Mapping[str, Any]) -> HeadFacts:
-    """Return the head's facts if it fits the target."""
+    """Return the facts of a head. Raises DrafterError if the head does not fit the target."""
     head = read_head(drafter)
-    text = target.get("text_config") or target
-    num_layers = text["num_hidden_layers"]
+    text_config = target.get("text_config") or target
+    num_layers = text_config["num_hidden_layers"]
     for name, size, target_size in (
-        ("hidden size", head.target_hidden_size, text["hidden_size"]),
-        ("vocabulary", head.vocab_size, text["vocab_size"]),
+        ("hidden size", head.target_hidden_size, text_config["hidden_size"]),
+        ("vocabulary", head.vocab_size, text_config["vocab_size"]),
     ):
         if size != target_size:
-            raise _misfit(f"its {name} is {size:,}, but the target's is {target_size:,}")
+            raise _target_mismatch(f"its {name} is {size:,}, but the target's is {target_size:,}")
     # Layer i refers to its input; i = num_layers refers to the output of the last layer.
     if outside := [layer for layer in head.aux_layer_ids if not 0 <= layer <= num_layers]:
-        raise _misfit(f"it reads layers {outside}, but the target has {num_layers} layers")
+        raise _target_mismatch(f"it reads layers {outside}, but the target has {num_layers} layers")
     if head.method != "eagle3":
         _check_mask_token(head)
     if head.method == "dspark" and not drafter.get("markov_rank"):
@@ -109,7 +109,7 @@ def check_fit(drafter: Mapping[str, Any], target: Mapping[str, Any]) -> HeadFact
 def _max_k(method: DraftMethod, config: Mapping[str, Any]) -> int | None:
     """Return the largest K of a head that drafts blocks; None for other heads.
 
-    The first token of a block is already known, unless the head also predicts a token at this position.
+    The first position of a block is for a known token, unless the head predicts a token there, too.
     """
     if method not in BLOCK_METHODS:
         return None
@@ -128,7 +128,7 @@ def _check_mask_token(head: HeadFacts) -> None:
             hint="if it was trained as EAGLE-3, its config must not name peagle",
         )
     if not 0 <= head.mask_token_id < head.vocab_size:
-        raise _misfit(f"its mask token {head.mask_token_id} is outside the vocabulary of {head.vocab_size}")
+        raise _target_mismatch(f"its mask token {head.mask_token_id} is outside the vocabulary of {head.vocab_size}")
     if head.method == "peagle" and head.not_loaded:
         raise DrafterError(
             f"vLLM does not load {' and '.join(head.not_loaded)} of a P-EAGLE head, so its drafts would be wrong",
@@ -160,7 +160,7 @@ def _method(config: Mapping[str, Any]) -> DraftMethod:
     )
 
 
-def _misfit(reason: str) -> DrafterError:
+def _target_mismatch(reason: str) -> DrafterError:
     return DrafterError(
         f"the drafter does not fit the target: {reason}",
         hint="use a head trained for this model; `peagle models NAME` lists them",
@@ -184,28 +184,29 @@ def read_dtypes(folder: Path) -> Mapping[str, str]:
 def check_weights(shapes: Shapes, head: HeadFacts) -> None:
     layers = {int(match[1] or 0) for name in shapes if (match := _LAYER.match(name))}
     if layers != set(range(head.num_layers)):
-        raise _mismatch(f"config.json has {head.num_layers} layers, but the weights have layers {sorted(layers)}")
+        reason = f"config.json has {head.num_layers} layers, but the weights have layers {sorted(layers)}"
+        raise _weights_mismatch(reason)
     if head.method == "peagle" and "mask_hidden" not in shapes:
         raise DrafterError(
             "the weights have no mask_hidden, which parallel drafting requires",
             hint="if it was trained as EAGLE-3, its config must not name a mask token",
         )
     width = shapes["fc.weight"][1] if "fc.weight" in shapes else None
-    if head.method == "peagle" and math.prod(shapes["mask_hidden"]) != width:
-        raise _mismatch(f"mask_hidden has {math.prod(shapes['mask_hidden']):,} values, fc reads {width or 'nothing'}")
+    if head.method == "peagle" and (size := math.prod(shapes["mask_hidden"])) != width:
+        raise _weights_mismatch(f"mask_hidden has {size:,} values, but fc reads {width or 'nothing'}")
     num_values = len(head.aux_layer_ids) * head.target_hidden_size
     if head.max_k is not None and num_values not in (0, width):
-        raise _mismatch(
+        raise _weights_mismatch(
             f"it reads {num_values:,} values of {len(head.aux_layer_ids)} layers, but fc reads {width or 'nothing'}"
         )
     if head.method == "dspark" and not any(name.startswith("markov_head.") for name in shapes):
-        raise _mismatch("the weights of its Markov head are missing")
+        raise _weights_mismatch("the weights of its Markov head are missing")
     has_lm_head = "lm_head.weight" in shapes
     if has_lm_head and shapes["lm_head.weight"][0] != head.draft_vocab_size:
         rows = shapes["lm_head.weight"][0]
-        raise _mismatch(f"lm_head has {rows:,} rows for a draft vocabulary of {head.draft_vocab_size:,}")
+        raise _weights_mismatch(f"lm_head has {rows:,} rows for a draft vocabulary of {head.draft_vocab_size:,}")
     if head.draft_vocab_size < head.vocab_size and not (has_lm_head and "d2t" in shapes):
-        raise _mismatch(f"a draft vocabulary of {head.draft_vocab_size:,} requires lm_head.weight and d2t")
+        raise _weights_mismatch(f"a draft vocabulary of {head.draft_vocab_size:,} requires lm_head.weight and d2t")
 
 
 def _read_headers(folder: Path) -> Mapping[str, tuple[str, tuple[int, ...]]]:
@@ -229,7 +230,7 @@ def _read_headers(folder: Path) -> Mapping[str, tuple[str, tuple[int, ...]]]:
     return tensors
 
 
-def _mismatch(reason: str) -> DrafterError:
+def _weights_mismatch(reason: str) -> DrafterError:
     return DrafterError(
         f"the head's weights do not match its config.json: {reason}", hint="copy or save the head again"
     )

@@ -61,8 +61,8 @@ def hub_commit(model_id: str, revision: str | None = None) -> str | None:
     """
     if is_commit(revision):
         return revision
-    path = _config_path(model_id, revision, is_local=False) if _is_reachable() else None
-    commit = (path or _config_path(model_id, revision, is_local=True) or Path()).parent.name
+    path = _config_path(model_id, revision, cache_only=False) if _is_reachable() else None
+    commit = (path or _config_path(model_id, revision, cache_only=True) or Path()).parent.name
     return commit if is_commit(commit) else None
 
 
@@ -70,20 +70,20 @@ def is_commit(revision: str | None) -> bool:
     return revision is not None and re.fullmatch(r"[0-9a-f]{40}", revision) is not None
 
 
-def _config_path(model_id: str, revision: str | None, *, is_local: bool) -> Path | None:
+def _config_path(model_id: str, revision: str | None, *, cache_only: bool) -> Path | None:
     """Return the path of `config.json` in the cache, SNAPSHOTS/COMMIT/config.json; None if it is not available."""
     from huggingface_hub import hf_hub_download
 
     try:
-        return Path(hf_hub_download(model_id, "config.json", revision=revision, local_files_only=is_local))
+        return Path(hf_hub_download(model_id, "config.json", revision=revision, local_files_only=cache_only))
     except OSError:  # also the client's own errors; `hub_config` reports them
         return None
 
 
 def _is_reachable() -> bool:
-    """Return whether the hub is reachable; True behind a proxy, because only the client can check.
+    """Return whether the hub is reachable; True behind a proxy, because only the hub's client can use the proxy.
 
-    Without a network, the client would try for half a minute.
+    Without a network, the client itself would try for half a minute.
     """
     if os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on"):
         return False
@@ -128,7 +128,7 @@ class ResolvedModel:
 
     @property
     def upstream_id(self) -> str | None:
-        """The id on the hub, or None if the model is a user's folder on disk or in a store."""
+        """The id on the hub, or None if the model is a user's folder on disk or in an object store."""
         if self.card is not None and self.card.source.kind == "package":
             return EMBEDDED_TARGETS[embedded_name(self.card.source.id)].upstream_id
         return self.path if is_hub_id(self.path) else None
@@ -232,9 +232,9 @@ def _checked_config(folder: Path, where: str) -> dict[str, Any]:
 
 
 def _hub_model(
-    name: str, model_id: str, pinned: str | None, card: ModelCard | None, commits: Mapping[str, str]
+    name: str, model_id: str, card_revision: str | None, card: ModelCard | None, commits: Mapping[str, str]
 ) -> ResolvedModel:
-    requested = pinned if is_commit(pinned) else commits.get(model_id, pinned)
+    requested = card_revision if is_commit(card_revision) else commits.get(model_id, card_revision)
     revision = hub_commit(model_id, requested) or requested
     config = hub_config(model_id, revision)
     fingerprint = f"{model_id}@{revision or 'main'}"
@@ -262,7 +262,7 @@ def target_fields(
     options: TargetOptions, model: ResolvedModel, hardware: Hardware, precision: Precision
 ) -> dict[str, Any]:
     """Return the fields of an `EngineSpec` that all commands share."""
-    same_names = ("tensor_parallel_size", "enforce_eager", "kv_cache_gib", "gpu_memory_utilization")
+    option_names = ("tensor_parallel_size", "enforce_eager", "kv_cache_gib", "gpu_memory_utilization")
     return {
         "model": model.path,
         "revision": model.revision,
@@ -271,5 +271,5 @@ def target_fields(
         "native_quantization": model.native_quantization,
         "max_model_len": max_model_len(model, options.max_model_len),
         "extra": extra_arguments(options, precision, model.config, on_gpu=hardware.platform == "cuda"),
-        **{name: getattr(options, name) for name in same_names},
+        **{name: getattr(options, name) for name in option_names},
     }

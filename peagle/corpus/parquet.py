@@ -43,23 +43,23 @@ def scan_parquet(
     *,
     old_digest: bool = False,
 ) -> tuple[list[Span], pa.Schema]:
-    """Cut a file into spans, and update `digest` with its content. `old_digest` computes the digest as older plans do.
+    """Cut a file into spans of `sizes` rows, and update `digest` with its content, or (`old_digest`) as older plans do.
 
     Raises InputError if the file is not valid Parquet, or has a column of an unsupported type.
     """
     with _open(file.path) as parquet:
         _require_readable(file.path, parquet)
         num_rows = min(parquet.metadata.num_rows, max_rows)
-        schema = plain_schema(_with_nanoseconds(file.path, parquet).remove_metadata())
+        schema = plain_schema(_exact_schema(file.path, parquet).remove_metadata())
         # A file that a run has written may have metadata of peagle.
         metadata = [{k: v for k, v in (column.metadata or {}).items() if k != b"peagle"} for column in schema]
         schema = pa.schema(
-            [column.with_metadata(own_metadata) for column, own_metadata in zip(schema, metadata, strict=True)]
+            [column.with_metadata(user_metadata) for column, user_metadata in zip(schema, metadata, strict=True)]
         )
         groups = [parquet.metadata.row_group(index) for index in range(parquet.metadata.num_row_groups)]
         storage_columns = storage_schema(schema)
         schema = pa.schema(
-            [mark_wide(c) if _may_be_wide(s, groups) else c for c, s in zip(schema, storage_columns, strict=True)]
+            [mark_wide(c) if _might_be_wide(s, groups) else c for c, s in zip(schema, storage_columns, strict=True)]
         )
     with read_errors_as_input_error(file.path), open_raw(file.path) as handle:
         if old_digest:  # reads only the footer, so it misses some edits that do not change the length
@@ -122,7 +122,7 @@ def _require_readable(path: str, parquet: pq.ParquetFile) -> None:
         )
 
 
-def _with_nanoseconds(path: str, parquet: pq.ParquetFile) -> pa.Schema:
+def _exact_schema(path: str, parquet: pq.ParquetFile) -> pa.Schema:
     """Return the file's schema, with nanoseconds in INT96 columns that need them.
 
     Raises InputError if such a column also has a value outside the range of nanoseconds.
@@ -130,12 +130,12 @@ def _with_nanoseconds(path: str, parquet: pq.ParquetFile) -> pa.Schema:
     schema = parquet.schema_arrow
     for name in _int96_columns(parquet):
         needs_nanoseconds, range_error = False, ""
-        with _in_nanoseconds(path, [name]) as fine_batches:
+        with _nanosecond_batches(path, [name]) as fine_batches:
             for coarse, fine in zip(parquet.iter_batches(_BATCH_ROWS, columns=[name]), fine_batches, strict=True):
-                exact = fine.schema.field(name)
+                nanosecond_field = fine.schema.field(name)
                 needs_nanoseconds = needs_nanoseconds or not _is_same(coarse.column(name), fine.column(name))
                 try:
-                    coarse.column(name).cast(exact.type)
+                    coarse.column(name).cast(nanosecond_field.type)
                 except pa.ArrowInvalid as error:
                     range_error = range_error or str(error)
         if needs_nanoseconds and range_error:
@@ -144,7 +144,7 @@ def _with_nanoseconds(path: str, parquet: pq.ParquetFile) -> pa.Schema:
                 hint="convert that column to microseconds (Spark: outputTimestampType=TIMESTAMP_MICROS)",
             )
         if needs_nanoseconds:
-            schema = schema.set(schema.get_field_index(name), exact)
+            schema = schema.set(schema.get_field_index(name), nanosecond_field)
     return schema
 
 
@@ -159,7 +159,7 @@ def _int96_columns(parquet: pq.ParquetFile) -> list[str]:
 
 
 @contextlib.contextmanager
-def _in_nanoseconds(path: str, columns: list[str], **rows: Any) -> Iterator[Iterator[pa.RecordBatch]]:
+def _nanosecond_batches(path: str, columns: list[str], **rows: Any) -> Iterator[Iterator[pa.RecordBatch]]:
     """Read INT96 columns in nanoseconds, in which times outside of 1677 to 2262 wrap around."""
     with pq.ParquetFile(open_raw(path) if "://" in path else path) as parquet:
         yield parquet.iter_batches(_BATCH_ROWS, columns=columns, **rows)
@@ -176,7 +176,7 @@ def _exact_batches(path: str, parquet: pq.ParquetFile, groups: list[int]) -> Ite
     if not names:
         yield from batches
         return
-    with _in_nanoseconds(path, names, row_groups=groups) as fine_batches:
+    with _nanosecond_batches(path, names, row_groups=groups) as fine_batches:
         for batch, fine in zip(batches, fine_batches, strict=True):
             for name in names:
                 if not _is_same(batch.column(name), fine.column(name)):
@@ -202,8 +202,8 @@ def _unsupported_columns(path: str, parquet: pq.ParquetFile) -> Iterator[pa.Fiel
             continue  # only this row has an error
 
 
-def _may_be_wide(column: pa.Field, groups: list[Any]) -> bool:
-    """Whether a column may have integers that a double cannot hold exactly, by its statistics."""
+def _might_be_wide(column: pa.Field, groups: list[Any]) -> bool:
+    """Whether a column might have integers that a double cannot hold exactly, by its statistics."""
     if not has_long_integers(column.type):
         return False
     for group in groups:
@@ -223,7 +223,7 @@ def _may_be_wide(column: pa.Field, groups: list[Any]) -> bool:
 
 
 class _ForwardParquet:
-    """Rows of a file from a given row, in batches; `position` is the next row."""
+    """Reads the rows of a file forward from a given row. `position` is the index of the next row."""
 
     def __init__(self, path: str, first_row: int) -> None:
         self._path = path
@@ -244,7 +244,7 @@ class _ForwardParquet:
             pass
 
     def rows(self, num_rows: int) -> Iterator[RawRow]:
-        """Yield the next rows, or fewer at the end of the file. A row with a value that Python lacks has an error."""
+        """Yield the next rows, or fewer at the end of the file. A row with an unreadable value has an error."""
         for piece in self._pieces(num_rows):
             try:
                 rows = [RawRow(columns) for columns in _values(piece)]

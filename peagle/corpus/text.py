@@ -37,8 +37,8 @@ def _csv_records(lines: Lines, header: str) -> Iterator[Record]:
     if not header:
         header = _header(rows, lines.path)
     names = json.loads(header)
-    for values, number in rows:
-        yield Record(_row(names, values, f"{lines.path} line {number}"), number, header)
+    for values, line in rows:
+        yield Record(_row(names, values, f"{lines.path} line {line}"), line, header)
 
 
 def _csv_rows(lines: Lines) -> Iterator[tuple[list[str], int]]:
@@ -80,7 +80,7 @@ def _header(rows: Iterator[tuple[list[str], int]], path: str) -> str:
         if not name.strip():
             raise InputError(
                 f"{where}: column {index + 1} of the header has no name",
-                hint="name it; for the index of pandas, write df.to_csv(FILE, index=False)",
+                hint="name it; if it is the index of a pandas table, write df.to_csv(FILE, index=False)",
             )
         if name in names[:index]:
             raise InputError(f"{where}: the header names column {name!r} twice")
@@ -185,7 +185,7 @@ def _is_too_deep(value: Any) -> bool:
     """Whether a value has too many levels to be written as JSON again."""
     level = [value]
     for _ in range(_MAX_DEPTH):
-        level = [item for value in level for item in (value.values() if isinstance(value, dict) else value)]
+        level = [item for node in level for item in (node.values() if isinstance(node, dict) else node)]
         level = [item for item in level if isinstance(item, dict | list)]
         if not level:
             return False

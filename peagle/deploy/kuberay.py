@@ -21,8 +21,8 @@ MAX_NAME_LENGTH, MAX_CRON_NAME_LENGTH = 47, 36
 FOLDER = "/mnt/peagle"  # mount path of the shared volume, for weights and files of the configuration
 CONFIG_FOLDER, KEYS_FOLDER = "/etc/peagle", "/etc/peagle-keys"
 RAY_VERSION = "2.60.0"
-_HEAD = {"cpu": "4", "memory": "16Gi"}
-# Of a machine; the remainder is for Ray's agents, the kubelet and the pods that run on every node.
+_HEAD_RESOURCES = {"cpu": "4", "memory": "16Gi"}
+# A worker's share of its machine; the remainder is for Ray's agents, the kubelet and the pods that run on every node.
 _CPU_SHARE, _MEMORY_SHARE = 0.9, 0.85
 _SHM_SHARE = 0.3  # of a pod's memory: Ray's object store and communication between ranks
 _SECURITY = {
@@ -30,13 +30,13 @@ _SECURITY = {
     "capabilities": {"drop": ["ALL"]},
     "seccompProfile": {"type": "RuntimeDefault"},
 }
-_GROUP = 1000  # owns the shared volume and the secrets, for any user of the image
+_GROUP_ID = 1000  # owns the shared volume and the secrets, for any user of the image
 # For each cloud: labels of spot nodes (a node has at least one of them), and the taint that keeps other pods off.
 _SPOT: dict[str, tuple[dict[str, str], str | None]] = {
     "aws": ({"eks.amazonaws.com/capacityType": "SPOT", "karpenter.sh/capacity-type": "spot"}, None),
     "gcp": ({"cloud.google.com/gke-spot": "true"}, "cloud.google.com/gke-spot"),
 }
-_RUN = """\
+_RUN_SCRIPT = """\
 # KubeRay retries a failed job in a new cluster, which continues a run that ended with exit code 3 (stopped early). Code
 # 2 (bad configuration) would only occur again, so the job stops itself: a stopped job is not retried.
 {nightly}peagle generate --config {folder}/job.yaml "$@" &
@@ -53,7 +53,7 @@ exit "$code"
 """
 # The name of the cluster without its suffix is the name of the RayJob, which is the same for all retries.
 _NIGHTLY = 'set -- --output {output}/"${{RAY_CLUSTER_NAME%-*}}" "$@"\n'
-_STOP = """\
+_STOP_SCRIPT = """\
 # Runs before the head's pod terminates: lets the run commit its units.
 [ -f /tmp/peagle.pid ] || exit 0
 pid=$(cat /tmp/peagle.pid)
@@ -86,7 +86,8 @@ class KubeRayOptions:
     """Options that are not in the configuration.
 
     Attributes:
-        namespace, time_zone: None means the client's namespace and the operator's time zone.
+        namespace: None means the client's namespace.
+        time_zone: None means the operator's time zone.
         retries: maximum number of retries of a bulk run, each in a new cluster.
         schedule: in cron's format; None means to run once, immediately.
         keys_secret: Secret whose key `keys.json` has the endpoint's API keys.
@@ -136,8 +137,8 @@ def _job_objects(workload: Workload, options: KubeRayOptions) -> list[dict[str, 
     name = f"{workload.name}-config"
     files = {
         "job.yaml": yaml.safe_dump(dict(workload.settings), sort_keys=False, allow_unicode=True, width=120),
-        "run.sh": _RUN.format(folder=CONFIG_FOLDER, nightly=nightly, job=workload.name),
-        "stop.sh": _STOP,
+        "run.sh": _RUN_SCRIPT.format(folder=CONFIG_FOLDER, nightly=nightly, job=workload.name),
+        "stop.sh": _STOP_SCRIPT,
     }
     job = {
         "entrypoint": f"sh {CONFIG_FOLDER}/run.sh",
@@ -231,9 +232,9 @@ def _ray_cluster(
             "rayStartParams": {"num-gpus": "0"},  # the head's pod might land on a machine with GPUs
             "template": _template(
                 options,
-                {"name": "ray-head", "resources": {"limits": _HEAD, "requests": _HEAD}, **head},
+                {"name": "ray-head", "resources": {"limits": _HEAD_RESOURCES, "requests": _HEAD_RESOURCES}, **head},
                 env=env,
-                volumes={**volumes, "/dev/shm": _shared_memory(_HEAD["memory"])},
+                volumes={**volumes, "/dev/shm": _shared_memory(_HEAD_RESOURCES["memory"])},
                 grace_s=workload.grace_s,
             ),
         },
@@ -254,12 +255,12 @@ def _worker(
     workload: Workload, options: PodOptions, env: Mapping[str, str], volumes: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
     offer = workload.offer
-    sizes = _sizes(offer)
+    resources = _worker_resources(offer)
     template = _template(
         options,
-        {"name": "ray-worker", "resources": {"limits": sizes, "requests": sizes}},
+        {"name": "ray-worker", "resources": {"limits": resources, "requests": resources}},
         env=env,
-        volumes={**volumes, "/dev/shm": _shared_memory(sizes["memory"])},
+        volumes={**volumes, "/dev/shm": _shared_memory(resources["memory"])},
         grace_s=workload.grace_s,
     )
     template["spec"] |= {"nodeSelector": {"node.kubernetes.io/instance-type": offer.instance_type}}
@@ -277,16 +278,16 @@ def _worker(
     return template
 
 
-def _sizes(offer: Offer) -> dict[str, str]:
+def _worker_resources(offer: Offer) -> dict[str, str]:
     """Return the resources of a worker, the only one on its machine."""
-    assert offer.memory_gib is not None, "the packaged price table has it"
-    sizes = {
+    assert offer.memory_gib is not None, "the packaged price table has the memory of every machine"
+    resources = {
         "cpu": str(max(1, int(offer.num_vcpus * _CPU_SHARE))),
         "memory": f"{max(1, int(offer.memory_gib * _MEMORY_SHARE))}Gi",
     }
     if offer.num_accelerators:
-        sizes["nvidia.com/gpu"] = str(offer.num_accelerators)
-    return sizes
+        resources["nvidia.com/gpu"] = str(offer.num_accelerators)
+    return resources
 
 
 def _shared_memory(memory: str) -> dict[str, Any]:
@@ -311,7 +312,7 @@ def _template(
         "spec": {
             **account,
             "terminationGracePeriodSeconds": int(grace_s),
-            "securityContext": {"fsGroup": _GROUP},
+            "securityContext": {"fsGroup": _GROUP_ID},
             "containers": [
                 {
                     **container,

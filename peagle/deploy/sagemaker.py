@@ -104,25 +104,25 @@ def _speculation(
     if deployments and concurrency is None:
         method, chosen = min(deployments, key=lambda pair: pair[1].instance_type != instance_type)
         return method, chosen.num_speculative_tokens, f"{chosen.where}, {chosen.instance_type} [{chosen.source}]"
-    row = card.speculation_for(concurrency or 1)
-    if row is None:
+    advice = card.speculation_for(concurrency or 1)
+    if advice is None:
         limit = f" for {concurrency} concurrent requests" if concurrency else ""
         return None, 0, f"none, because nothing was measured or published{limit}"
-    if row.method == "none":
-        return None, 0, f"none, because a drafter would cost more than it saves [{row.source}]"
-    limit = "any number of" if row.max_concurrency is None else f"up to {row.max_concurrency}"
-    return row.method, row.num_speculative_tokens, f"advice for {limit} concurrent requests [{row.source}]"
+    if advice.method == "none":
+        return None, 0, f"none, because a drafter would cost more than it saves [{advice.source}]"
+    limit = "any number of" if advice.max_concurrency is None else f"up to {advice.max_concurrency}"
+    return advice.method, advice.num_speculative_tokens, f"advice for {limit} concurrent requests [{advice.source}]"
 
 
 MAX_START_S = 3600  # SageMaker's limit
 _MAX_NAME_LENGTH, _MAX_VALUE_LENGTH = 63, 1024
-_S3 = re.compile(r"s3://[^/]+/.+"), "s3://BUCKET/FOLDER"
-_FORMS = {
+_S3_FORM = re.compile(r"s3://[^/]+/.+"), "s3://BUCKET/FOLDER"
+_FORMS = {  # by field: the pattern, and an example for the error message
     "instance_type": (re.compile(r"ml\.[a-z0-9-]+\.[a-z0-9]+"), "ml.g7e.2xlarge"),
     "role": (re.compile(r"arn:aws[a-z-]*:iam::[0-9]{12}:role/.+"), "arn:aws:iam::123456789012:role/NAME"),
     "name": (re.compile(r"(?=.{1,63}$)[a-zA-Z0-9](-*[a-zA-Z0-9])*"), "my-endpoint: up to 63 letters, digits, hyphens"),
-    "model_data": _S3,
-    "head_data": _S3,
+    "model_data": _S3_FORM,
+    "head_data": _S3_FORM,
 }
 
 
@@ -169,7 +169,7 @@ class SageMakerOptions(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Requests:
-    """The three requests that create an endpoint, as arguments of boto3; the price of all instances, and its source."""
+    """The three requests that create an endpoint, as arguments of boto3, with the hourly price and its source."""
 
     name: str
     model: dict[str, Any]
@@ -195,10 +195,10 @@ def make_requests(card: ModelCard, options: SageMakerOptions, settings: Preset) 
     usd_per_hour, price = _price(options)
     container: dict[str, Any] = {"Image": options.image, "Environment": _variables(options, settings, usd_per_hour)}
     if options.model_data:
-        container["ModelDataSource"] = {"S3DataSource": _s3(options.model_data)}
+        container["ModelDataSource"] = {"S3DataSource": _s3_source(options.model_data)}
     if options.head_data:
         container["AdditionalModelDataSources"] = [
-            {"ChannelName": HEAD_CHANNEL, "S3DataSource": _s3(options.head_data)}
+            {"ChannelName": HEAD_CHANNEL, "S3DataSource": _s3_source(options.head_data)}
         ]
     for folder, data, flag in (
         (settings.model_folder, options.model_data, "--model-data"),
@@ -262,5 +262,5 @@ def _variables(options: SageMakerOptions, settings: Preset, usd_per_hour: float)
     return variables
 
 
-def _s3(uri: str) -> dict[str, str]:
+def _s3_source(uri: str) -> dict[str, str]:
     return {"S3Uri": uri.rstrip("/") + "/", "S3DataType": "S3Prefix", "CompressionType": "None"}

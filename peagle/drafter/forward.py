@@ -8,7 +8,8 @@ loss. For the same rows, the results are equal (tests/unit/drafter/test_forward.
 A P-EAGLE head computes all depths in one pass, an EAGLE-3 head one depth after another. In an EAGLE-3 head, the row at
 depth d reads the token d positions after the anchor, and the head's own state at depth d - 1 of the same chain. In
 training, the token is the document's (teacher forcing, as in `speculators`); in an engine it is a draft of the head.
-A DFlash or DSpark head computes whole blocks in one pass. Only DSpark's Markov head reads the previous token, likewise.
+A DFlash or DSpark head computes whole blocks in one pass. Only DSpark's Markov head reads the previous token: in
+training the document's, in an engine its own draft.
 
 Shapes: T tokens, S rows, R rows with a loss, P positions with a loss, A aux layers, D depths, H hidden size, N blocks,
 B rows of a block, V draft vocabulary.
@@ -60,10 +61,9 @@ def sequential_states(head: Any, batch: TrainingBatch, *, free_run: bool) -> tor
     for depth, rows in enumerate(rows_of_depth):
         if depth:
             previous = rows_of_depth[depth - 1]
-            row_of_anchor = batch.anchor_S.new_full((len(batch.token_ids_T),), -1)
-            row_of_anchor[batch.anchor_S[previous]] = torch.arange(len(previous), device=row_of_anchor.device)
-            parent = row_of_anchor[batch.anchor_S[rows]]
-            state = outputs[-1][parent]
+            row_by_anchor = batch.anchor_S.new_full((len(batch.token_ids_T),), -1)
+            row_by_anchor[batch.anchor_S[previous]] = torch.arange(len(previous), device=row_by_anchor.device)
+            state = outputs[-1][row_by_anchor[batch.anchor_S[rows]]]
             if free_run:
                 token_ids = most_likely_drafts(head, head.norm(state))
             else:
@@ -125,8 +125,8 @@ class BatchLoss:
     """The loss of a batch, and counts by depth."""
 
     # Scalar with a gradient: the sum of the weighted losses of the rows, divided by the total fixed weight of the step.
-    # With D-PACE, it is not a mean and only comparable to other D-PACE losses. DSpark's loss includes that of its
-    # confidence head.
+    # With D-PACE, the result is not a mean, and is only comparable to other D-PACE losses. DSpark's loss includes the
+    # loss of its confidence head.
     loss: torch.Tensor
     correct_D: torch.Tensor
     accepted_D: torch.Tensor  # number of rows that are correct along with all earlier rows of their chain
@@ -282,17 +282,17 @@ def batch_loss(
     if weighting.dpace:
         confidence = greedy_confidence(states, weight_VH, targets, batch.position_R)
         weight = weight * dpace_weight(batch, weighting, confidence)
-    rows: RowLosses = linear_loss(states, weight_VH, targets, batch.position_R, weight / total)
+    row_losses: RowLosses = linear_loss(states, weight_VH, targets, batch.position_R, weight / total)
     unpadded = slice(batch.num_loss_rows)
-    row, correct = batch.row_R[unpadded], rows.correct_R[unpadded].float()
-    depth = batch.depth_S[row]
-    accepted = by_chain(batch, correct).cumprod(1)[batch.anchor_S[row], depth]
+    row_R, correct = batch.row_R[unpadded], row_losses.correct_R[unpadded].float()
+    depth = batch.depth_S[row_R]
+    accepted = by_chain(batch, correct).cumprod(1)[batch.anchor_S[row_R], depth]
     return BatchLoss(
-        loss=rows.loss + confidence_loss,
+        loss=row_losses.loss + confidence_loss,
         correct_D=_sum_by_depth(correct, depth, num_depths),
         accepted_D=_sum_by_depth(accepted, depth, num_depths),
         rows_D=_sum_by_depth(torch.ones_like(correct), depth, num_depths),
-        divergence_D=_sum_by_depth(rows.divergence_R[unpadded], depth, num_depths),
+        divergence_D=_sum_by_depth(row_losses.divergence_R[unpadded], depth, num_depths),
     )
 
 
@@ -302,7 +302,7 @@ def _sum_by_depth(values: torch.Tensor, depth: torch.Tensor, num_depths: int) ->
 
 @torch.no_grad()
 def drafted_tokens(head: Any, document: Document, num_speculative_tokens: int) -> torch.Tensor:
-    """Return the greedy drafts for each number of known tokens, [T - 1, K], as token ids of the target.
+    """Return the greedy drafts after each known token but the first, [T - 1, K], as token ids of the target.
 
     Row t has the drafts for the tokens t+2, t+3, ... of the document, made when the tokens up to t+1 are known. Rows
     outside the response contain -1.

@@ -131,8 +131,8 @@ _COPIED = {
     "post_attention_layernorm.weight",
 }
 _IGNORED = {"self_attn.rotary_emb.inv_freq"}  # in old Llama checkpoints
-# Optional weights of a target's layer that a head does not have, so the head's attention starts only near the target's.
-_NORMS = {f"self_attn.{name}_norm.weight": f"{name}_norm" for name in "qk"}  # block heads have them
+_NORMS = {f"self_attn.{name}_norm.weight": f"{name}_norm" for name in "qk"}  # only block heads have these norms
+# Optional weights of a target's layer that a head does not have. Without them, the head's attention differs slightly.
 _LEFT_OUT = {**{f"self_attn.{name}_proj.bias": f"bias of {name}_proj" for name in "qkvo"}, **_NORMS}
 
 
@@ -148,7 +148,7 @@ def warm_start_obstacle(weights: TargetWeights, architecture: Architecture, num_
             return f"the target's layer {index} has no {missing[0]}"
         if unsupported := sorted(names - _COPIED - _LEFT_OUT.keys() - _IGNORED):
             return f"the target's layer {index} has {unsupported[0]}, which a head does not have"
-        for name, expected in sorted(_shapes(architecture).items()):
+        for name, expected in sorted(_projection_shapes(architecture).items()):
             if (shape := weights.shape(f"layers.{index}.{name}")) != expected:
                 return f"the target's layer {index} has {name} of {shape}, but config.json implies {expected}"
     return None
@@ -189,7 +189,7 @@ def warm_start(head: Any, weights: TargetWeights, architecture: Architecture) ->
             elif name in _NORMS.keys() - names:
                 continue
             elif name != "input_layernorm.weight" or not hasattr(layer, "hidden_norm"):
-                _copy_projection(parameter, weights[prefix + name], architecture.head_dim)
+                _copy_weight(parameter, weights[prefix + name], architecture.head_dim)
     if head.config.speculators_model_type in BLOCK_METHODS:
         _adapt_to_context(head, weights, architecture)
 
@@ -198,8 +198,8 @@ def warm_start(head: Any, weights: TargetWeights, architecture: Architecture) ->
 def _adapt_to_context(head: Any, weights: TargetWeights, architecture: Architecture) -> None:
     """Adapt the target's layers to a block head, which normalises the context once for all layers.
 
-    So all layers get the input norm of the target's last layer, and their projections compensate for it. Queries and
-    keys, which only a block head normalises, keep their mean size for inputs of mean size.
+    All layers get the input norm of the target's last layer, and their projections compensate for the change. If the
+    target does not normalise queries and keys, the head's norms are set so that their mean size stays the same.
     """
     last = architecture.num_hidden_layers - 1
     norm = weights[f"layers.{last}.input_layernorm.weight"].float()
@@ -221,32 +221,31 @@ def repeat_heads(projection: torch.Tensor, num_rows: int, head_dim: int) -> torc
     return heads.repeat_interleave(num_rows // projection.shape[0], dim=0).flatten(0, 1)
 
 
-def _copy_projection(parameter: torch.Tensor, target: torch.Tensor, head_dim: int) -> None:
-    if parameter.shape[0] != target.shape[0]:
-        target = repeat_heads(target, parameter.shape[0], head_dim)
-    if parameter.shape != target.shape:
+def _copy_weight(parameter: torch.Tensor, target_weight: torch.Tensor, head_dim: int) -> None:
+    if parameter.shape[0] != target_weight.shape[0]:
+        target_weight = repeat_heads(target_weight, parameter.shape[0], head_dim)
+    if parameter.shape != target_weight.shape:  # the head's first layer also reads the embedding
         parameter.normal_(std=0.02)
-        parameter = parameter[:, -target.shape[1] :]
-    parameter.copy_(target)
+        parameter = parameter[:, -target_weight.shape[1] :]
+    parameter.copy_(target_weight)
 
 
 def _last_layers(architecture: Architecture, num_layers: int) -> Sequence[int]:
     return range(architecture.num_hidden_layers - num_layers, architecture.num_hidden_layers)
 
 
-def _shapes(architecture: Architecture) -> dict[str, list[int]]:
-    hidden, wide = architecture.hidden_size, architecture.intermediate_size
-    rows = [
-        architecture.head_dim * heads for heads in (architecture.num_attention_heads, architecture.num_key_value_heads)
-    ]
+def _projection_shapes(architecture: Architecture) -> dict[str, list[int]]:
+    hidden, intermediate = architecture.hidden_size, architecture.intermediate_size
+    query_rows = architecture.head_dim * architecture.num_attention_heads
+    kv_rows = architecture.head_dim * architecture.num_key_value_heads
     return {
-        "self_attn.q_proj.weight": [rows[0], hidden],
-        "self_attn.k_proj.weight": [rows[1], hidden],
-        "self_attn.v_proj.weight": [rows[1], hidden],
-        "self_attn.o_proj.weight": [hidden, rows[0]],
-        "mlp.gate_proj.weight": [wide, hidden],
-        "mlp.up_proj.weight": [wide, hidden],
-        "mlp.down_proj.weight": [hidden, wide],
+        "self_attn.q_proj.weight": [query_rows, hidden],
+        "self_attn.k_proj.weight": [kv_rows, hidden],
+        "self_attn.v_proj.weight": [kv_rows, hidden],
+        "self_attn.o_proj.weight": [hidden, query_rows],
+        "mlp.gate_proj.weight": [intermediate, hidden],
+        "mlp.up_proj.weight": [intermediate, hidden],
+        "mlp.down_proj.weight": [hidden, intermediate],
     }
 
 
@@ -310,8 +309,8 @@ def build_head(target: Path, spec: HeadSpec, vocabulary: DraftVocabulary, *, see
 def _load_saved(head: Any, folder: Path, weights: Mapping[str, torch.Tensor]) -> None:
     """Copy the weights of the head saved in `folder`.
 
-    An EAGLE-3 head has no mask state; then `head` keeps its initial one. Additional layers start as the identity, so
-    that the drafts stay the same.
+    If the saved head is an EAGLE-3 head, which has no mask state, `head` keeps its initial mask state. Additional
+    layers start as the identity, so that the drafts stay the same.
     """
     parameters = {name: parameter for name, parameter in head.named_parameters() if is_saved(head, name)}
     if "mask_hidden" not in weights:
@@ -324,10 +323,10 @@ def _load_saved(head: Any, folder: Path, weights: Mapping[str, torch.Tensor]) ->
                 parameter.zero_()
     weights = {name: _with_kv_heads(tensor, name, parameters, head) for name, tensor in weights.items()}
     for name in sorted(parameters.keys() | {name for name in weights if name not in ("d2t", "t2d")}):
-        shapes = [tuple(side[name].shape) if name in side else None for side in (weights, parameters)]
-        if shapes[0] != shapes[1]:
+        saved, needed = (tuple(side[name].shape) if name in side else None for side in (weights, parameters))
+        if saved != needed:
             raise ConfigError(
-                f"{folder}: its {name} has shape {shapes[0]}, but the head to train needs {shapes[1]}",
+                f"{folder}: its {name} has shape {saved}, but the head to train needs {needed}",
                 hint="use the algorithm, layers and vocabulary of that head, or another --init",
             )
         parameters[name].copy_(weights[name])

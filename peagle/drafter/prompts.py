@@ -2,8 +2,8 @@
 
 A source consists of materials, and there are several wordings of a request for each material. Code prompts are made
 from signatures and docstrings of the standard library or of an installed package, which is parsed but not imported. The
-other prompts use package descriptions, Python's reference, generated tables and puzzles; a fifth of these is held out
-for evaluation.
+other prompts use passages of package descriptions and of Python's reference, topics, generated tables and puzzles. A
+fifth of this content is held out for evaluation.
 """
 
 import ast
@@ -27,7 +27,7 @@ T = TypeVar("T")
 def split_by_hash(items: Iterable[T], share: float, *, text: Callable[[T], str]) -> tuple[list[T], list[T]]:
     """Split items by a hash of their text; the second list gets about `share` of them.
 
-    Adding items does not move the others.
+    An item's list does not depend on the other items.
     """
     parts: tuple[list[T], list[T]] = ([], [])
     for item in items:
@@ -72,7 +72,7 @@ class Snippet:
         return len(CODE_WORDINGS)
 
     def wording(self, seed: int, index: int) -> tuple[str, str]:
-        """Return the category and the text of the prompt in the wording with this index, in an order by `seed`."""
+        """Return the category and text of the prompt in wording `index`, in a random order given by `seed`."""
         # A random order by weight (Efraimidis and Spirakis: sort by u ** (1 / weight)).
         rng = random.Random(f"{seed}/{self.module}/{self.name}/{self.docstring}")
         chosen = sorted(CODE_WORDINGS, key=lambda wording: -(rng.random() ** (1 / wording.weight)))[index]
@@ -86,7 +86,7 @@ class CodeWording:
     weight: float
 
 
-# The first wording is the most common one in evaluation prompts.
+# The first wording has the most weight, because it is the most common one in evaluation prompts.
 CODE_WORDINGS: tuple[CodeWording, ...] = (
     CodeWording(
         weight=10,
@@ -133,9 +133,9 @@ def _snippets_of(path: Path, module: str) -> Iterator[Snippet]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             docstring = (ast.get_docstring(node) or "").strip()
             if MIN_DOCSTRING_CHARS <= len(docstring) <= MAX_DOCSTRING_CHARS and '"""' not in docstring:
-                for group in (node.args.posonlyargs, node.args.args):
-                    if group and group[0].arg in {"self", "cls"}:
-                        del group[0]
+                for parameters in (node.args.posonlyargs, node.args.args):
+                    if parameters and parameters[0].arg in {"self", "cls"}:
+                        del parameters[0]
                         break
                 yield Snippet(
                     module=module,
@@ -256,7 +256,7 @@ _SENTENCE = re.compile(r"[A-Z][^.!?]{20,}[.!?]")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Content:
-    """A passage, topic, table or sum, with its prompts."""
+    """A passage, topic, table or sum (an arithmetic puzzle), with its prompts."""
 
     group: str  # "prose", "topic", "table" or "sum"
     module: str  # the package or reference that contains the text; otherwise the group
@@ -269,7 +269,7 @@ class Content:
         return len(self._wordings())
 
     def wording(self, seed: int, index: int) -> tuple[str, str]:
-        """Return the category and the text of the prompt in the wording with this index, in an order by `seed`."""
+        """Return the category and text of the prompt in wording `index`, in a random order given by `seed`."""
         wordings = self._wordings()
         random.Random(f"{seed}/{self.module}/{self.name}/{self.text}").shuffle(wordings)
         category, template = wordings[index]

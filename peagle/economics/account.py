@@ -44,7 +44,7 @@ class Account:
     """The output of a run and its cost.
 
     Attributes:
-        device_s: seconds of one accelerator or vCPU, by use.
+        device_s: device-seconds by use; a device is an accelerator or a vCPU.
         num_lost_tokens: tokens that were generated but not committed.
         busy_s: committed busy seconds of all engines, not multiplied by devices.
         wall_s: seconds with at least one live engine; pauses between attempts do not count.
@@ -85,7 +85,7 @@ class Account:
 
     @property
     def tokens_per_busy_usd(self) -> float | None:
-        """Committed tokens per dollar of busy time: `tokens_per_usd` approaches it in long runs."""
+        """Committed tokens per dollar of busy time, which is the limit of `tokens_per_usd` in long runs."""
         return self.num_output_tokens / self.usd.busy if self.usd.busy else None
 
     @property
@@ -128,28 +128,28 @@ def account(units: Iterable[UnitUsage], sessions: Iterable[EngineSession], price
     num_units, usage_by_session = 0, dict[str, UnitUsage]()
     for unit in units:
         num_units += 1
-        usage = usage_by_session.get(unit.session_id)
-        usage_by_session[unit.session_id] = unit if usage is None else usage + unit
+        earlier_usage = usage_by_session.get(unit.session_id)
+        usage_by_session[unit.session_id] = unit if earlier_usage is None else earlier_usage + unit
     sessions = list(sessions)
     require_sessions(sessions, usage_by_session)
     require_devices(sessions, price)
     device_s, num_lost_tokens = Shares(), 0
     for session in sessions:
-        work = usage_by_session.get(session.session_id)
-        (seconds,) = shares_by_period([session], [work.busy_s if work else 0.0])
+        usage = usage_by_session.get(session.session_id)
+        (seconds,) = shares_by_period([session], [usage.busy_s if usage else 0.0])
         device_s += seconds.scaled(session.num_devices)
-        num_lost_tokens += max(session.num_output_tokens - (work.num_output_tokens if work else 0), 0)
+        num_lost_tokens += max(session.num_output_tokens - (usage.num_output_tokens if usage else 0), 0)
     return Account(
         price=price,
         device_s=device_s,
         num_units=num_units,
-        **{name: sum(getattr(work, name) for work in usage_by_session.values()) for name in UNIT_COUNTS},
+        **{name: sum(getattr(usage, name) for usage in usage_by_session.values()) for name in UNIT_COUNTS},
         num_lost_tokens=num_lost_tokens,
-        busy_s=sum(work.busy_s for work in usage_by_session.values()),
+        busy_s=sum(usage.busy_s for usage in usage_by_session.values()),
         wall_s=_wall_s(sessions, usage_by_session),
         num_sessions=len(sessions),
         num_unended_sessions=sum(not session.ended for session in sessions),
-        speculation=sum((work.speculation for work in usage_by_session.values()), SpeculationStats.empty()),
+        speculation=sum((usage.speculation for usage in usage_by_session.values()), SpeculationStats.empty()),
     )
 
 
@@ -187,8 +187,8 @@ def shares_by_period(snapshots: Sequence[EngineSession], committed_s: Sequence[f
         snapshots: the session at the end of each period.
         committed_s: busy seconds of the work committed in each period.
     """
-    total_s = accumulate(committed_s)
-    lost_s = _suffix_minima([max(end.busy_s - s, 0.0) for end, s in zip(snapshots, total_s, strict=True)])
+    all_committed_s = accumulate(committed_s)
+    lost_s = _suffix_minima([max(end.busy_s - s, 0.0) for end, s in zip(snapshots, all_committed_s, strict=True)])
     # All seconds count as load until an engine is ready; then some of them are reclassified as compile.
     load_s = _suffix_minima([end.load_s for end in snapshots])
     compile_s = [end.compile_s + end.load_s - s for end, s in zip(snapshots, load_s, strict=True)]
@@ -212,8 +212,8 @@ def _differences(totals: Sequence[float]) -> list[float]:
 def _wall_s(sessions: list[EngineSession], usage_by_session: Mapping[str, UnitUsage]) -> float:
     wall_s, covered_until = 0.0, float("-inf")
     for session in sorted(sessions, key=lambda session: session.started_at):
-        work = usage_by_session.get(session.session_id)
-        end = max(session.last_seen_at, work.finished_at if work else session.last_seen_at)
+        usage = usage_by_session.get(session.session_id)
+        end = max(session.last_seen_at, usage.finished_at if usage else session.last_seen_at)
         wall_s += max(end - max(session.started_at, covered_until), 0.0)
         covered_until = max(covered_until, end)
     return wall_s

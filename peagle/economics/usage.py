@@ -7,7 +7,7 @@
     EngineSession   these facts, and the life of one engine process as of its latest heartbeat
     Work            work of a group of units or requests, added up for cost reports
 
-`_at` is a Unix time in seconds, `_s` a duration in seconds of one engine.
+Suffixes: `_at` is a Unix time in seconds, `_s` a duration in seconds.
 """
 
 import json
@@ -58,7 +58,7 @@ class UnitUsage:
     def __post_init__(self) -> None:
         _check_fields(self)
         if self.num_cached_tokens > self.num_prompt_tokens:
-            raise ValueError(f"{self.num_cached_tokens} of {self.num_prompt_tokens} prompt tokens were cached")
+            raise ValueError(f"{self.num_cached_tokens} cached tokens exceed {self.num_prompt_tokens} prompt tokens")
         if self.finished_at < self.started_at:
             raise ValueError("the unit finished before it started")
 
@@ -110,9 +110,10 @@ class RequestUsage:
     """The usage of one request to the endpoint.
 
     Attributes:
-        key: name of the API key; "local" without keys.
+        key: name of the API key; "local" if the endpoint has no keys; empty if no key is billed.
         account: unique to the key, even if another key had the same name; empty in older records.
-        outcome: "failed" without a response; "cut" if the client disconnected: `usage` then covers the output so far.
+        outcome: "failed" if there was no response; "cut" if the client disconnected. `usage` then covers the output
+            until that time.
         usd: price of the request's busy seconds, without loading and idle time.
         tags: merged tags of the endpoint, the key and the request, as JSON (`tags.py`).
     """
@@ -160,12 +161,13 @@ class RequestUsage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFacts:
-    """Facts about an engine that do not change during its life; older records have only the devices.
+    """Facts about an engine that do not change during its life. Optional facts are missing in older records.
 
     Attributes:
         num_devices: number of accelerators, or of vCPUs.
         num_speculative_tokens: K; 0 without a drafter.
-        usd_per_device_s, on_demand_usd_per_device_s: 0 if unknown; the second only for spot machines.
+        usd_per_device_s: price; 0 if unknown.
+        on_demand_usd_per_device_s: on-demand price of a spot machine; otherwise 0.
         baseline: measured step times as JSON (`baseline.py`); may be empty.
         price_basis: stated, detected or assumed; empty without a price.
         is_stand_in: whether this is the fake engine, with meaningless speed and cost.
@@ -282,7 +284,7 @@ def _check_fields(record: UnitUsage | EngineSession) -> None:
         value = getattr(record, field.name)
         if field.type is float and type(value) in (int, float):
             if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{field.name} must be a number of seconds, got {value}")
+                raise ValueError(f"{field.name} must be a finite number, 0 or more, got {value}")
         elif isinstance(field.type, type) and type(value) is not field.type:
             raise ValueError(f"{field.name} must be of type {field.type.__name__}, got {value!r}")
         elif field.type is int and value < 0:
@@ -359,9 +361,9 @@ def session_since(session: EngineSession, earlier: EngineSession) -> EngineSessi
 
 
 def interpolate_session(moment: float, earlier: EngineSession | None, later: EngineSession) -> EngineSession:
-    """Return a session at a Unix time between two heartbeats, by linear interpolation."""
-    started_at = earlier.last_seen_at if earlier else later.started_at
-    share = (moment - started_at) / (later.last_seen_at - started_at)
+    """Return a session as of `moment` (Unix time), interpolated linearly between two heartbeats."""
+    interval_start = earlier.last_seen_at if earlier else later.started_at
+    share = (moment - interval_start) / (later.last_seen_at - interval_start)
 
     def interpolate(name: str) -> float:
         earlier_value = getattr(earlier, name) if earlier else 0

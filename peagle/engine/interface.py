@@ -41,7 +41,8 @@ class Generation:
     """The result of one request.
 
     Attributes:
-        text, finish_reason: of the first response; the reason is "stop", "length" or, with a parser, "tool_calls".
+        text: text of the first response.
+        finish_reason: of the first response: "stop", "length" or, with a parser, "tool_calls".
         num_cached_tokens: prompt tokens from the prefix cache; None if unknown.
         num_output_tokens: tokens of all responses.
         speculation: drafts of all responses; None without a drafter or if unknown.
@@ -133,7 +134,7 @@ class SelfCheck:
 
     Attributes:
         num_tokens: length of the answer.
-        num_ties: number of tokens that are not the most likely, but within `max_tie` of it.
+        num_ties: number of tokens that are not the most likely ones, but whose log-probability is within `max_tie`.
         largest_margin: largest difference in log-probability from the most likely token; None for NaN.
         max_tie: the largest difference that counts as a tie.
         seen: the first token that differs, or the reason why the check was skipped; empty if it passed.

@@ -1,12 +1,12 @@
 """Decide how many drafted tokens to verify, how many to draft next, and whether drafting pays at all.
 
-A draft survives if it and all earlier drafts of its request are accepted. The drafter's own log-probability predicts
-this well. The drafts that are most likely to survive are verified. Their number maximises
+Here, a draft is one draft token. It survives if it and all earlier drafts of its request are accepted. The drafter's
+own log-probability predicts this well. The drafts that are most likely to survive are verified. Their number maximises
 
     expected tokens of the step - predicted seconds of the step x tokens/s of recent steps
 
-vLLM's `adaptive_verification.py`, which only supports DSpark on GPUs, maximises the ratio of tokens and seconds for
-each step. Tokens and seconds are learned from the engine's own steps. The decision only uses facts known before
+vLLM's `adaptive_verification.py`, which only supports DSpark on GPUs, maximises the ratio of tokens to seconds for each
+step. Here, both are predicted from the engine's earlier steps. The decision only uses facts known before
 verification, so the output stays the target's: the rejection sampler is exact for any number of drafts, and a number
 that does not depend on its random numbers cannot bias it.
 """
@@ -25,7 +25,7 @@ _LIMIT = 6.0  # limit of log-odds, so that one surprise does not dominate a fit
 _MEMORY = 0.999  # factor by which each observation reduces the weight of earlier ones, so that a fit follows changes
 _MEMORY_OF_GAIN = 256  # requests x steps over which the gain of drafting is averaged, but 16 steps or more
 _RECENT_ROWS = 64  # drafts from which the gain at another load is predicted
-_TRIAL = 16  # steps with drafts before drafting may pause
+_TRIAL_STEPS = 16  # steps with drafts before drafting may pause
 _RETRY_S = 30.0  # pause until drafting is retried; doubles up to `_MAX_RETRY_S` while drafting does not pay
 _MAX_RETRY_S = 480.0
 
@@ -81,19 +81,20 @@ class LinearCost:
         """Return the seconds for features [..., number of coefficients], at least a microsecond."""
         return np.maximum(features @ self._weights, 1e-6)
 
-    def observe(self, row: Array, seconds: float) -> None:
-        """Learn the seconds for one row of features."""
+    def observe(self, features: Array, seconds: float) -> None:
+        """Learn the seconds for one vector of features."""
         if not self._is_scaled:
-            self._expected *= seconds / float(self.predict(row))
+            self._expected *= seconds / float(self.predict(features))
             self._weights, self._moments = self._expected.copy(), self._prior @ self._expected
             self._deviation, self._is_scaled = seconds / 10, True
         # A step that another process interrupted is not this engine's cost.
-        predicted = float(row @ self._weights)
+        predicted = float(features @ self._weights)
         residual = min(max(seconds - predicted, -4 * self._deviation), 4 * self._deviation)
         self._deviation += 0.02 * (abs(residual) - self._deviation)
         fade = 1 - _MEMORY
-        self._information = _MEMORY * self._information + fade * self._prior + np.outer(row, row)
-        self._moments = _MEMORY * self._moments + fade * self._prior @ self._expected + row * (predicted + residual)
+        self._information = _MEMORY * self._information + fade * self._prior + np.outer(features, features)
+        self._moments = _MEMORY * self._moments + fade * self._prior @ self._expected
+        self._moments += features * (predicted + residual)
         self._weights = np.asarray(np.linalg.solve(self._information, self._moments), dtype=np.float64)
 
 
@@ -106,7 +107,7 @@ class PromptCost:
 
     @property
     def seconds_per_output_token(self) -> float:
-        # Short responses are the first to end, so the first ones are no sample.
+        # Short responses are the first to end, so the first responses are not representative.
         has_sample = self._output_tokens.num_values >= 16
         output_tokens = self._output_tokens.mean if has_sample else self._max_tokens.mean
         return self._seconds_per_token.mean * self._prompt_tokens.mean / max(1.0, output_tokens)
@@ -159,19 +160,19 @@ class DraftBudget:
 
     Attributes:
         depth: how many tokens to draft for each request in the next step.
-        prompts: the drafter's time for prompts.
+        prompt_cost: the drafter's time for prompts.
     """
 
     def __init__(self, num_speculative_tokens: int, *, is_depth_fixed: bool = False) -> None:
         self.depth = num_speculative_tokens
         self._depths = [self.depth] if is_depth_fixed else list(range(1, self.depth + 1))
-        self._worths: Array = np.zeros(len(self._depths))  # net tokens per request and step, by depth
-        self._num_worths = 0
+        self._net_tokens: Array = np.zeros(len(self._depths))  # by depth: mean over `_num_steps`
+        self._num_steps = 0
         self._survival_ratios = np.full(self.depth, 0.8)  # survival at each position / at the position before
         sources = ("greedy", "sampled", "lookup")
         self._calibrations = {source: Calibration(num_speculative_tokens) for source in sources}
-        # For the first steps: the embedded target on two cores has 23.5 ms without drafts, 0.1 ms for each token up to
-        # 16 and 0.4 ms above, and 7 ms for the drafter (benchmarks/speculation/2026-11-27-smollm2-135m-amx-shipped.md).
+        # Ratios for the first steps: the packaged target on two cores takes 23.5 ms, 0.1 ms per token up to 16 and
+        # 0.4 ms per token above, and the drafter 7 ms (benchmarks/speculation/2026-11-27-smollm2-135m-amx-shipped.md).
         self._target = LinearCost([1.0, 0.005, 0.012, 0.05])
         self._drafter = LinearCost([0.2, 0.02, 0.005, 0.03, 0.003])
         self._tokens = self._plain_tokens = 1.0
@@ -180,7 +181,7 @@ class DraftBudget:
         self._recent: Array = np.zeros((0, self.depth))  # survival of recent drafts
         self.prompt_cost = PromptCost()
         self._num_trials = 0
-        self._retry_s, self._retry_at, self._stopped_at_load = _RETRY_S, 0.0, 0
+        self._retry_s, self._retry_at, self._paused_at_load = _RETRY_S, 0.0, 0
 
     @property
     def _gain(self) -> float:
@@ -189,7 +190,7 @@ class DraftBudget:
 
     @property
     def _overall_gain(self) -> float:
-        """The same including the drafter's time for prompts, which earns nothing."""
+        """`_gain`, including the drafter's time for prompts, which yields no tokens."""
         plain_tokens_of_prompts = self.prompt_cost.seconds_per_output_token * self._plain_tokens_per_s
         return 1 / (self._plain_tokens / self._tokens + plain_tokens_of_prompts)
 
@@ -212,14 +213,14 @@ class DraftBudget:
             num_requests: requests of the step, including those without drafts.
             depth: how many tokens the drafter drafted for each request.
         """
-        # The threshold is that of a step in which all requests have drafts. Only then does the gain say whether
-        # drafting pays: requests whose drafter's cache has a gap will be replaced by others.
+        # The threshold and the gain are those of a step in which all requests have drafts. Requests without drafts (the
+        # drafter's cache has a gap) are soon replaced by others, so they must not decide whether drafting pays.
         threshold, tokens, plain_tokens = self._best_step(
             np.resize(survival, (num_requests, survival.shape[1])), context_tokens, depth
         )
         self._load, self._context_tokens = num_requests, context_tokens / num_requests
         self._recent = np.concatenate([self._recent, survival])[-_RECENT_ROWS:]
-        if depth == self.depth:  # else, the step explores
+        if depth == self.depth:  # otherwise the step only tries another depth
             self._num_trials += 1
             num_steps = min(self._num_trials, max(16, _MEMORY_OF_GAIN // num_requests))
             self._average(tokens, plain_tokens, num_steps)
@@ -231,7 +232,7 @@ class DraftBudget:
 
     def _follow_load(self, num_requests: int) -> None:
         """Predict gain and depth at another load, from recent drafts."""
-        self._load, self._num_worths = num_requests, 0
+        self._load, self._num_steps = num_requests, 0
         context_tokens = int(num_requests * self._context_tokens)
         survival = np.resize(self._recent, (num_requests, self._recent.shape[1]))
         self.choose_depth(survival, num_requests, context_tokens, self.depth)
@@ -255,7 +256,7 @@ class DraftBudget:
         return threshold, float(tokens[best]), float(plain_tokens[best])
 
     def choose_depth(self, survival: Array, num_requests: int, context_tokens: int, depth: int) -> None:
-        """Set `depth` to what pays most, averaged over recent steps. Arguments as for `choose`."""
+        """Set `depth` to the one with the most net tokens, averaged over recent steps. Arguments as for `choose`."""
         survival = np.resize(survival, (num_requests, survival.shape[1]))
         totals = survival.sum(axis=0)
         for position in range(1, survival.shape[1]):
@@ -264,31 +265,31 @@ class DraftBudget:
             elif totals[position - 1] > 0:
                 ratio = totals[position] / totals[position - 1]
                 self._survival_ratios[position] += 0.1 * (ratio - self._survival_ratios[position])
-        worths = []
+        nets = []
         for candidate in self._depths:
             _, tokens, plain_tokens = self._best_step(survival[:, :candidate], context_tokens, candidate)
-            worths.append((tokens - self._gain * plain_tokens) / num_requests)
-        self._num_worths += 1
-        self._worths += (np.array(worths) - self._worths) / min(self._num_worths, max(4, 16 // num_requests))
-        self.depth = self._depths[int(np.argmax(self._worths))]
+            nets.append((tokens - self._gain * plain_tokens) / num_requests)
+        self._num_steps += 1
+        self._net_tokens += (np.array(nets) - self._net_tokens) / min(self._num_steps, max(4, 16 // num_requests))
+        self.depth = self._depths[int(np.argmax(self._net_tokens))]
 
     def drafting_pays(self, num_requests: int, now_s: float) -> bool:
         """Return whether the drafter should run at this load.
 
-        If drafting was slower than predicted without drafts, after at least `_TRIAL` steps, it pauses until the load is
-        half as high or a retry is due.
+        If drafting was slower than steps without drafts would have been, over at least `_TRIAL_STEPS` steps, drafting
+        pauses until the load is half as high or a retry is due.
         """
-        if self._stopped_at_load:
-            if now_s < self._retry_at and num_requests > self._stopped_at_load / 2:
+        if self._paused_at_load:
+            if now_s < self._retry_at and num_requests > self._paused_at_load / 2:
                 return False
-            if num_requests <= self._stopped_at_load / 2:
+            if num_requests <= self._paused_at_load / 2:
                 self._retry_s = _RETRY_S
-            self._stopped_at_load, self._num_trials = 0, 0
+            self._paused_at_load, self._num_trials = 0, 0
             self._tokens = self._plain_tokens = 1.0
         elif self._load and not 0.5 < num_requests / self._load < 2:
             self._follow_load(num_requests)
-        if self._num_trials >= _TRIAL and self._overall_gain < 1:
-            self._stopped_at_load, self._retry_at = num_requests, now_s + self._retry_s
+        if self._num_trials >= _TRIAL_STEPS and self._overall_gain < 1:
+            self._paused_at_load, self._retry_at = num_requests, now_s + self._retry_s
             self._retry_s = min(2 * self._retry_s, _MAX_RETRY_S)
             return False
         return True

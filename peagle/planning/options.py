@@ -34,7 +34,7 @@ ASSUMED_START_S = 300.0  # start time of an engine with published speeds
 def _applicable_prices(
     config: PlanConfig, sweeps: Sequence[Sweep], table: PriceTable, reasons: list[str]
 ) -> list[tuple[Sweep, Price]]:
-    """Return each sweep with each price that its speeds apply to, and append why others do not fit to `reasons`."""
+    """Return the pairs of a sweep and a price to which its speeds apply. Extends `reasons` with why others do not."""
     applicable: list[tuple[Sweep, Price]] = []
     mismatches: dict[str, list[str]] = {}
     for sweep in sweeps:
@@ -43,9 +43,9 @@ def _applicable_prices(
                 applicable.append((sweep, price))
             else:
                 mismatches.setdefault(price.instance_type, []).append(mismatch)
-    known_types = {price.instance_type for _, price in applicable}
+    applicable_types = {price.instance_type for _, price in applicable}
     for name, messages in mismatches.items():
-        if name not in known_types:
+        if name not in applicable_types:
             raise ConfigError(
                 "\n  ".join(dict.fromkeys(messages)),
                 hint=f"measure on it: {' or '.join(dict.fromkeys(sweep.remeasure for sweep in sweeps))}; "
@@ -85,10 +85,10 @@ def _prices(config: PlanConfig, sweep: Sweep, table: PriceTable, reasons: list[s
     errors: list[PriceError] = []
     markets = MARKETS if config.market == "both" else (config.market,)
     for name in instance_types:
-        places: list[tuple[str | None, str | None]] = [
+        locations: list[tuple[str | None, str | None]] = [
             (offer.provider, offer.region) for offer in allowed if offer.instance_type == name
         ]
-        for market, (provider, region) in product(markets, places or [(config.provider, config.region)]):
+        for market, (provider, region) in product(markets, locations or [(config.provider, config.region)]):
             try:
                 prices.append(table.price(name, market=market, provider=provider, region=region))
             except PriceError as error:
@@ -158,8 +158,8 @@ class Machine:
 class Estimate:
     """The estimated time and cost of a job on a fleet.
 
-    `wall_s` is the time from requesting machines to the last token; `device_s` are the paid device-seconds by
-    use, as in a run's account.
+    `wall_s` is the time from requesting machines to the last token. `device_s` has the paid device-seconds by use, as
+    in a run's account.
     """
 
     num_machines: int
@@ -209,7 +209,7 @@ def count_machines(machine: Machine, num_tokens: float, within_s: float, *, prov
     if paid_s_after_start <= 0 or machine.useful_share <= 0:
         return None
     tokens_per_machine = machine.num_engines * machine.tokens_per_s * machine.useful_share * paid_s_after_start
-    return max(1, math.ceil(num_tokens / tokens_per_machine - 1e-9))
+    return max(1, math.ceil(num_tokens / tokens_per_machine - 1e-9))  # a rounding error must not add a machine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -314,8 +314,8 @@ def _option(config: PlanConfig, sweep: Sweep, cell: Cell, price: Price) -> Optio
         sustained = machine.sustained_tokens_per_s * config.target_utilisation
         if sustained <= 0:
             return None
-        num_for_rate = max(1, -int(-config.tokens_per_s // sustained))
-        return Option(sweep=sweep, cell=cell, machine=machine, num_machines=num_for_rate, estimate=None)
+        num_machines_for_rate = max(1, -int(-config.tokens_per_s // sustained))
+        return Option(sweep=sweep, cell=cell, machine=machine, num_machines=num_machines_for_rate, estimate=None)
     assert config.tokens is not None, "a plan is for a job or a service"
     num_machines: int | None = 1
     if config.within is not None:

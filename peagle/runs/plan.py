@@ -122,7 +122,7 @@ class Plan:
             num_rows: for each committed unit, the sum of its output rows and dead letters.
         """
         retried, planned = self.retried_rows(), {unit.unit: unit.num_rows for unit in self.units}
-        return frozenset(unit for unit, num in num_rows.items() if num != planned[unit] - len(retried[unit]))
+        return frozenset(unit for unit, done in num_rows.items() if done != planned[unit] - len(retried[unit]))
 
     def remaining_units(self, committed: Container[int]) -> list[WorkUnit]:
         """Return the units that are not committed, without rows that are retried in another unit.
@@ -217,11 +217,11 @@ def plan_from_bytes(data: bytes) -> Plan:
     for batch in table.to_batches(16_384):
         for row in batch.to_pylist():
             unit, first_id = row.pop("unit"), row.pop("first_id")
-            # A plan may have millions of units with the same few texts.
-            span: dict[str, Any] = {
+            # A plan may have millions of units with the same few paths and formats.
+            span_values: dict[str, Any] = {
                 key: sys.intern(value) if isinstance(value, str) else value for key, value in row.items()
             }
-            units.append(WorkUnit(unit=unit, first_id=first_id, span=Span(**span)))
+            units.append(WorkUnit(unit=unit, first_id=first_id, span=Span(**span_values)))
     return Plan(
         units=tuple(units),
         rows_per_unit=int(metadata[b"peagle.rows_per_unit"]),
@@ -260,14 +260,14 @@ def _to_parquet(table: pa.Table) -> bytes:
 
 
 _CHUNK_DIVISOR = 512  # a chunk has at most 1/512 of the remaining units, so the last units are submitted one by one
-_MAX_CHUNK = 256
+_MAX_CHUNK = 256  # units
 
 
 def longest_first(units: Sequence[WorkUnit]) -> list[WorkUnit]:
     """Sort units by work, largest first. Units within the same power of two stay in the order of the corpus.
 
-    A compressed file or a Parquet row group can only be read forward. So each is read only once per power of two,
-    instead of once per unit.
+    A compressed file or a Parquet row group can only be read forward. In this order, it is read only once per power of
+    two, instead of once per unit.
     """
     return sorted(units, key=lambda unit: (-unit.work.bit_length(), unit.unit))
 

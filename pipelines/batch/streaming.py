@@ -32,7 +32,7 @@ from pipelines.cluster.failures import to_peagle_error
 from pipelines.cluster.placement import PREPARE_CPUS
 
 _POLL_S = 1.0
-_LOGS = "see the run's logs/ folder; the same command continues the run"
+_LOGS_HINT = "see the run's logs/ folder; the same command continues the run"
 
 
 def stream(
@@ -40,7 +40,7 @@ def stream(
 ) -> None:
     """Generate and commit `units`. Returns when all are committed.
 
-    If another driver takes over the run, this one no longer changes the run directory.
+    If another driver takes over the run, this driver no longer changes the run directory.
 
     Args:
         metrics: updated with committed units and with the supervisor's observations.
@@ -77,7 +77,7 @@ def _watch(
         if run.directory.lease is not None and run.directory.lease.lost.is_set():
             cluster.abandon()
             raise taken_over_error(run.directory.root)
-        observed_at, was_ending = time.monotonic(), supervisor.ending is not None
+        observed_at, was_already_ending = time.monotonic(), supervisor.ending is not None
         _observe(supervisor)
         metrics.update(supervisor.tally, supervisor.sessions)
         _show_warnings(supervisor, progress)
@@ -88,7 +88,7 @@ def _watch(
                 num_drafts=drafted.num_drafts, acceptance_length=drafted.acceptance_length
             ):
                 progress.say(note)
-        if supervisor.ending is not None and not was_ending:
+        if supervisor.ending is not None and not was_already_ending:
             grace = f"running units have {run.config.grace_s:g} s (--grace-s) to be committed"
             progress.say(f"stopping: {supervisor.ending.message}\n{grace}")
         if supervisor.ending is not None and supervisor.should_give_up:
@@ -107,7 +107,8 @@ def _show_warnings(supervisor: Supervisor, progress: RunProgress) -> None:
 def _until_stopped(receipts: "_Receipts", supervisor: Supervisor) -> Iterator[UnitUsage | None]:
     """Yield receipts.
 
-    If a signal has stopped the run, an error ends the iteration silently, because the signal might have ended Ray.
+    If a signal has stopped the run, an error ends the iteration without a message, because it may be the signal that
+    ended Ray.
     """
     try:
         yield from receipts
@@ -139,7 +140,7 @@ def _dataset(run: ResolvedRun, units: Sequence[WorkUnit]) -> Any:
     cluster.use_one_block_per_row()
     cluster.scale_actors_with_queue()
     unit_chunks = chunks(longest_first(units))
-    num_calls = min(len(units), concurrent_units(run.plan.cut, run.num_slots))
+    calls_per_engine = min(len(units), concurrent_units(run.plan.cut, run.num_slots))
     engines = run.config.engine_range
     stage_run = run.for_stages()
     return (
@@ -163,9 +164,9 @@ def _dataset(run: ResolvedRun, units: Sequence[WorkUnit]) -> Any:
             compute=ActorPoolStrategy(
                 min_size=engines.smallest,
                 max_size=engines.largest,
-                initial_size=engines.at_start(cluster.room_for(run.placement), len(units), num_calls),
-                max_concurrent_calls_per_actor=num_calls,
-                max_tasks_in_flight_per_actor=num_calls + 1,
+                initial_size=engines.at_start(cluster.room_for(run.placement), len(units), calls_per_engine),
+                max_concurrent_calls_per_actor=calls_per_engine,
+                max_tasks_in_flight_per_actor=calls_per_engine + 1,
             ),
             **run.placement.options,
             fn_constructor_args=(stage_run, _start_policy(run)),
@@ -223,7 +224,7 @@ class _Receipts:
             if item is None:
                 return
             if not isinstance(item, UnitUsage):
-                raise to_peagle_error(item, "the run failed", hint=_LOGS, otherwise=EngineError) from item
+                raise to_peagle_error(item, "the run failed", hint=_LOGS_HINT, otherwise=EngineError) from item
             yield item
 
     def _consume(self) -> None:

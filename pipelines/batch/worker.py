@@ -38,8 +38,8 @@ _POISONED = RowError(reason="engine_died", message="two engines crashed while th
 class EngineWorker:
     """One engine, which generates and commits several units of Ray Data at a time.
 
-    The rows of all its units run in one continuous batch. The engine gets a few more requests than it has slots, so
-    that a finished request is replaced in the next step, unless rows have a time limit.
+    The rows of all its units run in one continuous batch. Unless rows have a time limit, the engine gets a few more
+    requests than it has slots, so that a finished request is replaced in the next step.
     """
 
     def __init__(self, run: ResolvedRun, start_policy: StartPolicy | None = None) -> None:
@@ -76,7 +76,7 @@ class EngineWorker:
             die=self._die,
             leave=self._leave,
         )
-        self._check: asyncio.Task[None] | None = None
+        self._check_task: asyncio.Task[None] | None = None
         atexit.register(self._close)
         if self._followers is not None:
             self._followers.set_started(self._die)
@@ -88,9 +88,9 @@ class EngineWorker:
         if is_unfinished(table) or self._watchdog.is_stopping():
             yield _receipt(None)
             return
-        if self._check is None:  # not earlier, because vLLM is bound to the event loop of its first request
-            self._check = asyncio.create_task(self._check_engine())
-        await self._check
+        if self._check_task is None:  # not earlier, because vLLM is bound to the event loop of its first request
+            self._check_task = asyncio.create_task(self._check_engine())
+        await self._check_task
         prepared = PreparedUnit(table)
         started_at = time.time()
         unit = prepared.unit.unit
@@ -179,7 +179,7 @@ class EngineWorker:
         return generation
 
     async def _within_limit(self, answer: Coroutine[Any, Any, Generation]) -> Generation:
-        """Wait for the answer of a row within its time limit; if the engine dies, end this process.
+        """Wait for the answer of a row within the time limit of rows. If the engine dies, end this process.
 
         Raises:
             RequestRefused, OutOfTime: the row fails.

@@ -48,7 +48,7 @@ def ray_cluster(
 ) -> Iterator[None]:
     """Join the cluster of RAY_ADDRESS, or start one here and stop it at the end.
 
-    A process that has already joined a cluster keeps using it. A SIGTERM handler that was set before stays in place.
+    A process that has already joined a cluster keeps using it. An existing SIGTERM handler stays in place.
 
     Args:
         metrics_port: port of Ray's Prometheus exporter; None means a free port on the loopback address.
@@ -58,7 +58,7 @@ def ray_cluster(
     Raises:
         CapacityError: the cluster did not start, or cannot be joined.
         RayDied: the cluster's control service or this machine's raylet died.
-        ConfigError: the metrics port is in use, or given for a remote cluster; or the cluster requires no token.
+        ConfigError: the metrics port is in use, or set for a remote cluster, or the cluster requires no token.
     """
     global _vitals, _exit_code
     has_joined = "ray" in sys.modules and sys.modules["ray"].is_initialized()

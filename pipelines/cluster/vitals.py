@@ -23,7 +23,7 @@ _POLL_S = 0.5
 _UNWIND_S = 15.0  # time for the main thread to end; calls into a dead Ray may never return
 _CONNECT_S = 2.0
 _REPORT_AFTER_S = 10.0
-_RECONNECT = "RAY_gcs_rpc_server_reconnect_timeout_s"
+_RECONNECT_VARIABLE = "RAY_gcs_rpc_server_reconnect_timeout_s"
 _LOCAL_PARTS = {"gcs_server": "control service (gcs_server)", "raylet": "raylet"}
 
 
@@ -36,7 +36,7 @@ class Part:
     """A process of Ray.
 
     Attributes:
-        name: display name, such as "raylet, process 7,".
+        name: subject of messages, such as "raylet, process 7,".
         patience_s: how long the part may be unreachable, since a control service with external storage can restart.
         log: path of the part's log; empty if unknown.
         pid: process id, if this process started the part.
@@ -109,13 +109,13 @@ class Vitals:
             return self._error
 
     def kill_leftovers(self) -> None:
-        """Kill the raylet and its descendants, some of which wait for a minute for the control service."""
+        """Kill the local parts and their descendants, some of which wait for a minute for the control service."""
         for pid in [part.pid for part in self._parts if part.pid is not None]:
             with contextlib.suppress(psutil.Error):
                 process = psutil.Process(pid)
-                for descendant in [process, *process.children(recursive=True)]:
+                for process_to_kill in [process, *process.children(recursive=True)]:
                     with contextlib.suppress(psutil.Error):
-                        descendant.kill()
+                        process_to_kill.kill()
 
     def _is_unreachable_too_long(self, part: Part) -> bool:
         now = time.monotonic()
@@ -147,7 +147,7 @@ class Vitals:
 
 
 def local_parts() -> list[Part]:
-    """Return the parts of the Ray that this process started."""
+    """Return the parts of the Ray cluster that this process started."""
     parts = []
     for process in psutil.Process().children():
         with contextlib.suppress(psutil.Error):
@@ -173,7 +173,7 @@ def joined_parts() -> list[Part]:
     node_id = context.get_node_id()
     node = next((node for node in ray.nodes() if node["NodeID"] == node_id), None)
     # Ray waits this long for its control service, and then exits without a message.
-    patience_s = max(float(os.environ.get(_RECONNECT, "60")) - 5, _REPORT_AFTER_S)
+    patience_s = max(float(os.environ.get(_RECONNECT_VARIABLE, "60")) - 5, _REPORT_AFTER_S)
     parts = [_remote_part("control service", context.gcs_address, patience_s)]
     if node is not None:
         parts.append(_remote_part("raylet", f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}", _REPORT_AFTER_S))

@@ -75,7 +75,7 @@ def test_speculation_json_round_trip():
         ({"accepted_per_position": (True,)}, "whole numbers"),
         ({"num_draft_tokens": 30.0}, "whole numbers"),
         ({"accepted_per_position": [6, 3, 1]}, "whole numbers"),
-        ({"num_lookup_tokens": 11}, "11 of 10 accepted"),
+        ({"num_lookup_tokens": 11}, "11 lookup tokens exceed 10 accepted"),
         ({"num_lookup_tokens": -1}, "negative"),
         ({"num_lookup_tokens": "3"}, "whole numbers"),
     ],

@@ -162,14 +162,14 @@ def html_statement(statement: Mapping[str, Any], daily: Mapping[str, Any]) -> st
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{title}</title>\n'
         f"<style>{_STYLE}</style></head>\n<body><main><h1>{title}</h1>\n"
-        f'{note_list}\n<div class="plots">{_by_day(daily)}{_by_group(statement)}</div>\n'
+        f'{note_list}\n<div class="plots">{_day_figure(daily)}{_group_figure(statement)}</div>\n'
         f"{_table(statement_table(rounded), has_header=True)}\n{_table(summary_rows(rounded), has_header=False)}\n"
         f"{_table([('saved', ''), *saved_rows(rounded)], has_header=True, css_class='words')}\n"
         "</main></body></html>"
     )
 
 
-def _by_day(daily: Mapping[str, Any]) -> str:
+def _day_figure(daily: Mapping[str, Any]) -> str:
     dimension = daily["by"][1]
     usd_by_day: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     usd_by_name: defaultdict[str, float] = defaultdict(float)
@@ -182,7 +182,7 @@ def _by_day(daily: Mapping[str, Any]) -> str:
     for row in daily["rows"]:
         name = row[dimension] if row[dimension] in shown_names else _OTHERS
         sums, usd = usd_by_day[row["day"]], row["usd"]
-        sums[f"of {name}"] += usd["attributed"] or 0.0
+        sums[f"of {name}"] += usd["attributed"] or 0.0  # "of" prevents a clash with a name such as "lost"
         sums["overhead"] += usd["overhead"] or 0.0
         sums["lost"] += usd["lost"] or 0.0
     layers = [(f"of {name}", name or f"no {dimension}", f"series-{index}") for index, name in enumerate(shown_names)]
@@ -190,15 +190,15 @@ def _by_day(daily: Mapping[str, Any]) -> str:
     layers += [("overhead", "overhead (loading, idle)", "share-idle"), ("lost", "lost", "share-lost")]
     if not any(usd > 0 for sums in usd_by_day.values() for usd in sums.values()):
         return ""
-    columns = [(label, [sums[key] for key, _, _ in layers]) for label, sums in _columns(usd_by_day)]
-    legend = [(label, kind) for _, label, kind in layers]
+    columns = [(label, [sums[key] for key, _, _ in layers]) for label, sums in _sums_by_date(usd_by_day)]
+    legend = [(label, css_class) for _, label, css_class in layers]
     totals = [sum(column) for column in zip(*(amounts for _, amounts in columns), strict=True)]
     total_texts = ", ".join(f"{label} {format_usd(usd)}" for (label, _), usd in zip(legend, totals, strict=True))
     plot = dollars_svg(columns, legend, f"Spending by day, in dollars: {total_texts}")
     return _figure(f"By day and {dimension}", plot, legend)
 
 
-def _columns(usd_by_day: Mapping[str, Mapping[str, float]]) -> Iterator[tuple[str, Mapping[str, float]]]:
+def _sums_by_date(usd_by_day: Mapping[str, Mapping[str, float]]) -> Iterator[tuple[str, Mapping[str, float]]]:
     """Yield the sums of every day from the first to the last, or of every month if there are many days."""
     first, last = (date.fromisoformat(day) for day in (min(usd_by_day), max(usd_by_day)))
     days = [(first + timedelta(days=number)).isoformat() for number in range((last - first).days + 1)]
@@ -211,7 +211,7 @@ def _columns(usd_by_day: Mapping[str, Mapping[str, float]]) -> Iterator[tuple[st
     yield from sums.items()
 
 
-def _by_group(statement: Mapping[str, Any]) -> str:
+def _group_figure(statement: Mapping[str, Any]) -> str:
     if not statement["by"] or list(statement["by"]) == ["day"]:
         return ""
     amounts = [([row["usd"][kind] or 0.0 for kind, _ in _KINDS], row) for row in statement["rows"]]
@@ -220,8 +220,8 @@ def _by_group(statement: Mapping[str, Any]) -> str:
         _bar(", ".join(row[dimension] or f"no {dimension}" for dimension in statement["by"]), usd)
         for usd, row in ordered[:MAX_BARS]
     ]
-    if rest := [usd for usd, _ in ordered[MAX_BARS:]]:
-        bars.append(_bar(f"{len(rest):,} others", [sum(column) for column in zip(*rest, strict=True)]))
+    if others := [usd for usd, _ in ordered[MAX_BARS:]]:
+        bars.append(_bar(f"{len(others):,} others", [sum(column) for column in zip(*others, strict=True)]))
     if not any(bar.value > 0 for bar in bars):
         return ""
     name = f"Spending by {', '.join(statement['by'])}: " + "; ".join(f"{bar.label} {bar.value_text}" for bar in bars)
@@ -238,7 +238,7 @@ def _bar(label: str, usd: Sequence[float]) -> Bar:
 
 
 def _figure(heading: str, plot: str, legend: Sequence[tuple[str, str]]) -> str:
-    items = "".join(f'<li><i class="{kind}"></i>{html.escape(label)}</li>' for label, kind in legend)
+    items = "".join(f'<li><i class="{css_class}"></i>{html.escape(label)}</li>' for label, css_class in legend)
     return f'<section><h2>{html.escape(heading)}</h2>{plot}<ul class="legend">{items}</ul></section>'
 
 

@@ -38,7 +38,8 @@ class Quota:
     async def hold(self, key: KeyRecord, num_bytes: int) -> AsyncIterator[Callable[..., Awaitable[Any]]]:
         """Reserve space for a file until its record is written or the upload has failed. Raises 413 over quota.
 
-        Yields a function that writes the record in a thread, which keeps the reservation if the client disconnects.
+        Yields `write(function, *arguments)`, which runs a function that writes the record in a thread. The reservation
+        stays until that function returns, even if the client disconnects.
         """
         self._count_arriving(key, num_bytes, 1)
         writes: list[asyncio.Task[Any]] = []
@@ -118,7 +119,8 @@ def read_form(form: Mapping[str, Any]) -> tuple[Any, str, int | None]:
     name = re.split(r"[/\\]", upload.filename or _DEFAULT_NAME)[-1]
     name = "".join(char if char.isprintable() else "_" for char in name)
     name = name[-255:].strip() or _DEFAULT_NAME
-    expires_after = {name: form[key] for name in ExpiresAfter.model_fields if (key := f"expires_after[{name}]") in form}
+    fields = {field: f"expires_after[{field}]" for field in ExpiresAfter.model_fields}
+    expires_after = {field: form[form_field] for field, form_field in fields.items() if form_field in form}
     if not expires_after:
         return upload, name, None
     try:
@@ -152,7 +154,7 @@ def declared_bytes(headers: Mapping[str, str], max_bytes: int) -> int:
     return min(int(length), max_bytes) if length.isdecimal() and "transfer-encoding" not in headers else max_bytes
 
 
-_MAX_KEY_CHARS = 255
+_MAX_IDEMPOTENCY_KEY_CHARS = 255
 _RETRY_S = 60.0
 
 
@@ -165,7 +167,7 @@ class BatchCreator:
         self._creation_locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def create(self, body: NewBatch, key: KeyRecord, idempotency_key: str | None) -> Batch:
-        """Create a batch in a thread; one at a time per key."""
+        """Create a batch in a thread. Batches of the same key are created one after the other."""
         async with self._creation_locks[key.name]:
             return await in_thread(self.create_blocking, body, key, idempotency_key)
 
@@ -179,21 +181,21 @@ class BatchCreator:
         if idempotency_key is None:
             with self._locks[key.name]:
                 return self._store.add_batch(self._request(body, key))
-        if not (idempotency_key.isprintable() and 0 < len(idempotency_key) <= _MAX_KEY_CHARS):
-            message = f"Idempotency-Key: must have 1 to {_MAX_KEY_CHARS} printable characters"
+        if not (idempotency_key.isprintable() and 0 < len(idempotency_key) <= _MAX_IDEMPOTENCY_KEY_CHARS):
+            message = f"Idempotency-Key: must have 1 to {_MAX_IDEMPOTENCY_KEY_CHARS} printable characters"
             raise ApiError(400, message, code="invalid_value")
         name = hashlib.sha256(f"{key.name} {idempotency_key}".encode()).hexdigest()
-        fields = body.model_dump(mode="json")
+        http_body = body.model_dump(mode="json")
         with self._locks[key.name]:
-            stored_request = self._store.load_idempotent(name)
-            if stored_request is None:
-                self._store.save_idempotent(name, self._request(body, key), fields)
-                stored_request = self._store.load_idempotent(name)
-            assert stored_request is not None, "it was just written"
-            if stored_request["asked"] != fields:
+            first = self._store.load_idempotent(name)
+            if first is None:
+                self._store.save_idempotent(name, self._request(body, key), http_body)
+                first = self._store.load_idempotent(name)
+            assert first is not None, "a request with this key was just stored"
+            if first["asked"] != http_body:
                 message = "Idempotency-Key: already used for a different request; use a new key for each request"
                 raise ApiError(422, message, code="idempotency_key_reused")
-            request = BatchRequest.from_dict(stored_request["order"])
+            request = BatchRequest.from_dict(first["order"])
             return self._store.batch(request.id, request.key.name) or self._store.add_batch(request)
 
     def _request(self, body: NewBatch, key: KeyRecord) -> BatchRequest:

@@ -50,12 +50,12 @@ def list_object(items: Sequence[Item], *, after: str | None, limit: int) -> dict
     if after is not None and after not in ids:
         raise ApiError(400, f"after: {shown(after)} is not in this list", code="invalid_value", param="after")
     begin = 0 if after is None else ids.index(after) + 1
-    shown_items = [item.to_api_object() for item in items[begin : begin + limit]]
+    page = [item.to_api_object() for item in items[begin : begin + limit]]
     return {
         "object": "list",
-        "data": shown_items,
-        "first_id": shown_items[0]["id"] if shown_items else None,
-        "last_id": shown_items[-1]["id"] if shown_items else None,
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
         "has_more": begin + limit < len(items),
     }
 
@@ -99,7 +99,7 @@ ROUTES: dict[str, Route] = {
 
 
 class Batches:
-    """The store of batches, and a thread that schedules them while this ingress has the folder's lease."""
+    """The store of batches, and a thread that schedules them while this ingress has the lease of the store's folder."""
 
     def __init__(
         self,
@@ -219,8 +219,8 @@ class BatchRoutes:
 
     async def create_batch(self, request: Request, body: NewBatch) -> JSONResponse:
         """Create a batch."""
-        batches, name = self._require_enabled(), request.headers.get("idempotency-key")
-        batch = await batches.creator.create(body, key_of(request), name)
+        batches, idempotency_key = self._require_enabled(), request.headers.get("idempotency-key")
+        batch = await batches.creator.create(body, key_of(request), idempotency_key)
         batches.wake()
         return JSONResponse(batch.to_api_object())
 

@@ -96,7 +96,7 @@ class SteadyClock:
         self._wall, self._monotonic, self._boot = wall, monotonic, boot
         self._lock = threading.Lock()
         self._offset = wall() - monotonic()
-        self._doubted: tuple[float, float] | None = None  # a different offset, and when it became stable
+        self._doubted: tuple[float, float] | None = None  # a new offset, and since when it is steady
 
     def __call__(self) -> float:
         with self._lock:
@@ -111,7 +111,7 @@ class SteadyClock:
             return now + self._offset
 
     def after(self, seconds: float) -> float:
-        """Return the time when this lifetime ends. If the clocks disagree, the later one counts."""
+        """Return the end of a lifetime that starts now, by this clock or the wall clock, whichever is later."""
         return max(self(), self._wall()) + seconds
 
     def state(self) -> dict[str, Any]:
@@ -134,9 +134,10 @@ def _is_near(offset: float, other_offset: float) -> bool:
 
 
 class BatchStore:
-    """Files and batches of all keys. `now` is only for display.
+    """Files and batches of all keys.
 
     Attributes:
+        now: the wall clock, for the times that are displayed.
         clock: decides when files and batches expire.
         is_scheduling: whether only this process writes progress, so that its cached progress is current.
     """
@@ -152,7 +153,7 @@ class BatchStore:
         self.now = now
         self.clock = SteadyClock(wall=now, monotonic=monotonic, boot=boot_id())
         self.is_scheduling = False
-        self._is_resumed = False
+        self._is_clock_resumed = False
         self._files: dict[str, StoredFile] = {}
         self._idempotent_until: dict[str, float] = {}
         self._requests: dict[str, BatchRequest] = {}
@@ -160,15 +161,15 @@ class BatchStore:
         self._cancelled: dict[str, float] = {}
 
     def prepare(self) -> None:
-        """Create the folders. Raises ConfigError if they are not writable or two writers could create the same file."""
+        """Create the folders. Raises ConfigError if they are not writable or do not support exclusive creation."""
         require_usable(self.root / ".lease")
         try:
             for name in _FOLDERS:
                 make_folder(self.root / name)
             require_links(self.root)
-            if not self._is_resumed and (saved := read_json(self.root / "clock.json")) is not None:
+            if not self._is_clock_resumed and (saved := read_json(self.root / "clock.json")) is not None:
                 self.clock.resume(saved)
-            self._is_resumed = True
+            self._is_clock_resumed = True
         except OSError as error:
             raise ConfigError(f"batches {self.root}: cannot be written: {error}") from error
 
@@ -209,7 +210,7 @@ class BatchStore:
 
     @contextmanager
     def writer(self, file_id: str) -> Iterator[tuple[str, BinaryIO]]:
-        """Yield the `at` of a new file's record, and a file object for its contents."""
+        """Yield the relative path of a new file (`StoredFile.at`), and a file object for its contents."""
         at = f"files/{file_id}.jsonl"
         with atomic_file(_path_below(self.root, at)) as target:
             yield at, target
@@ -282,7 +283,7 @@ class BatchStore:
         return output_file_id, errors_file_id
 
     def remove_file(self, file: StoredFile) -> None:
-        """Delete a file, after deleting the copies that runs keep of its contents."""
+        """Delete a file, and before it all copies of its contents in run directories."""
         if file.batch_id is None:
             for batch in self.batches(file.owner):
                 if batch.request.input_file_id == file.id:
@@ -344,14 +345,15 @@ class BatchStore:
         return read_json(self.root / "ordered" / f"{name}.json")
 
     def delete_oldest_record(self, batches: Sequence[Batch]) -> bool:
-        """Delete the record of a key's oldest ended batch that is two days old and has no files, if any.
+        """Delete the oldest of a key's batch records whose batch has ended, is two days old, and has no files.
 
-        Returns whether a record was deleted.
+        Returns whether there was such a record.
         """
         for batch in reversed(batches):
-            ids = (batch.progress.output_file_id, batch.progress.error_file_id)
-            is_old = self.clock() - batch.request.created_at > 2 * _KEEP_S  # its idempotency key has expired
-            if is_old and batch.is_over and not any(name and self.file(name, batch.request.key.name) for name in ids):
+            file_ids = (batch.progress.output_file_id, batch.progress.error_file_id)
+            is_old = self.clock() - batch.request.created_at > 2 * _KEEP_S  # the request's idempotency key has expired
+            owner = batch.request.key.name
+            if is_old and batch.is_over and not any(file_id and self.file(file_id, owner) for file_id in file_ids):
                 for name in ("cancels", "progress", "ends", "orders"):
                     remove(self.root / name / f"{batch.id}.json")
                 self._requests.pop(batch.id, None)
@@ -365,7 +367,7 @@ class BatchStore:
         return replace(batch, cancelling_at=self._cancelling_at(batch.id))
 
     def begin_to_schedule(self) -> None:
-        """Become the only process that writes progress. Reloads progress that others wrote."""
+        """Become the only process that writes progress. Cached progress that others may have changed is dropped."""
         self._progress = {name: progress for name, progress in list(self._progress.items()) if progress.status in FINAL}
         self.is_scheduling = True
 

@@ -67,7 +67,7 @@ class TokenWindow:
     reserved: int = 0
 
     def excess(self, now: float, tokens: int, limit: int) -> int:
-        """Return by how much `tokens` more would exceed the limit; 0 or less if they fit."""
+        """Return by how much `tokens` additional tokens would exceed the limit; 0 or less if they fit."""
         self.counted.expire(now)
         return self.counted.total + self.reserved + tokens - limit
 
@@ -91,8 +91,7 @@ class Permit:
     account: str
     reserved_accounts: Sequence[str]  # accounts with a reservation: those of the key and of its tags
     request_id: str
-    # prompt_tokens, output_tokens: reserved tokens
-    prompt_tokens: int
+    prompt_tokens: int  # reserved, like `output_tokens`
     output_tokens: int
     is_running: bool = True
 
@@ -142,7 +141,7 @@ class KeyLimits:
         window.add(now, 1)
 
     async def require_budget(self, key: KeyRecord, tags: str = NO_TAGS) -> None:
-        """Refuse actions without an immediate cost, such as uploads and new batches, if a budget is spent."""
+        """Refuse an action without an immediate cost, such as an upload or a new batch, if a budget is spent."""
         payers: list[Payer] = [key, *self._shared.of_tags(tags), *self._shared.of_endpoint()]
         await self._wait_for_spend(payers)
         self._require_budgets(payers, is_free=True)
@@ -201,7 +200,7 @@ class KeyLimits:
         if used is None:
             self._waiting[permit.request_id] = self._monotonic()
         else:
-            self._settle(permit.request_id, used)
+            self._settle_by_id(permit.request_id, used)
 
     async def catch_up(self) -> None:
         """Settle requests from new ledger records, at most once per second, and less often if nothing is waiting."""
@@ -257,10 +256,10 @@ class KeyLimits:
                 used = ActualUsage(
                     prompt_tokens=usage.num_prompt_tokens, output_tokens=usage.num_output_tokens, usd=request.usd
                 )
-                self._settle(request.request_id, used)
+                self._settle_by_id(request.request_id, used)
         for request_id, since in list(self._waiting.items()):
             if since < now - _LEDGER_TIMEOUT_S:
-                self._settle(request_id, None)  # a late record still counts as spent
+                self._settle_by_id(request_id, None)  # a late record still counts as spent
         self._budgets.expire_unconfirmed(now - _LEDGER_TIMEOUT_S)
 
     def _mark_answered(self, permit: Permit) -> None:
@@ -268,7 +267,7 @@ class KeyLimits:
             permit.is_running = False
             self._counts[permit.account].num_running -= 1
 
-    def _settle(self, request_id: str, used: ActualUsage | None) -> None:
+    def _settle_by_id(self, request_id: str, used: ActualUsage | None) -> None:
         """Replace a reservation with the usage; `used` is None if it will never be known."""
         permit = self._permits.pop(request_id)
         self._waiting.pop(request_id, None)
@@ -300,25 +299,25 @@ def _raise_refusal(payer: Payer, refusal: Refusal | None) -> None:
 
 
 def _check_input_tokens(key: KeyRecord, window: TokenWindow, now: float, tokens: int) -> None:
-    """Refuse a prompt that may exceed the limit (429). The only running request may use whatever is left."""
+    """Refuse a prompt that might exceed the limit (429). The only running request may use whatever is left."""
     limit = key.input_tokens_per_min
     if limit is None or window.excess(now, tokens, limit) <= 0:
         return
-    num_over = window.counted.total - limit + 1
-    if num_over > 0 or window.reserved:
-        wait_s = window.counted.wait_s(now, num_over) if num_over > 0 else None
+    counted_excess = window.counted.total - limit + 1
+    if counted_excess > 0 or window.reserved:
+        wait_s = window.counted.wait_s(now, counted_excess) if counted_excess > 0 else None
         raise _rate_limit_error(f"this key may have {limit} input tokens a minute", wait_s)
 
 
 def _check_output_tokens(key: KeyRecord, window: TokenWindow, now: float, output_tokens: int) -> None:
-    """Refuse an answer that may exceed the limit: 429, or 400 if the request alone exceeds it."""
+    """Refuse an answer that might exceed the limit: 429, or 400 if the request alone might exceed it."""
     limit = key.output_tokens_per_min
     if limit is None:
         return
     if output_tokens > limit:
         raise ApiError(
             400,
-            f"this key may have {limit} output tokens a minute, and the request needs up to {output_tokens}",
+            f"this key may have {limit} output tokens a minute, but the request needs up to {output_tokens}",
             code="max_tokens_too_large",
             param="max_tokens",
         )
@@ -329,5 +328,5 @@ def _check_output_tokens(key: KeyRecord, window: TokenWindow, now: float, output
 
 
 def _rate_limit_error(message: str, wait_s: float | None) -> ApiError:
-    """Return a 429 error with a retry time; None means a short one."""
+    """Return a 429 error with a retry time. If `wait_s` is None, the retry time is short."""
     return ApiError(429, message, code="rate_limit_exceeded", retry_after_s=_BUSY_RETRY_S if wait_s is None else wait_s)

@@ -20,13 +20,13 @@ from pipelines.online.serve.sequences import Sequences
 from pipelines.online.wire import PEAGLE_KEY, AnswerTally, Context
 
 _log = logging.getLogger("ray.serve")
-_DISK_S = 5.0  # maximum wait for a record to reach the disk
+_DISK_TIMEOUT_S = 5.0  # maximum wait for a record to reach the disk
 # The first heartbeat of each minute stays in the ledger's history, since cost windows start on minutes (`cost.py`).
 _HISTORY_INTERVAL_S = 60.0
 
 
 class EngineAccount:
-    """Account for an engine from the start of its process to its end, in the ledger's folder, which is created.
+    """Accounts for an engine in the ledger, from the start of its process to its end. Creates the ledger's folder.
 
     Attributes:
         self_check: result of the engine's self-check as JSON; empty before it.
@@ -71,8 +71,8 @@ class EngineAccount:
         """Start accounting for a request that enters the engine.
 
         Args:
-            context: `num_choices` is the number of slots the request uses, which determines its share of the busy
-                seconds. If an earlier engine already billed the request (`first_asked_at`), this engine does not.
+            context: `num_choices` is the number of slots that the request uses, which determines its share of the busy
+                seconds. With `first_asked_at`, the request is only billed if no earlier engine has billed it.
             is_row: whether the request is a row of a batch; the run reports its rows to the listener itself.
         """
         number = next(self._request_numbers)
@@ -119,15 +119,15 @@ class EngineAccount:
 
     async def _wait_until_on_disk(self) -> None:
         try:
-            await asyncio.wait_for(asyncio.wrap_future(self._disk_sync.sync()), _DISK_S)
+            await asyncio.wait_for(asyncio.wrap_future(self._disk_sync.sync()), _DISK_TIMEOUT_S)
         except OSError as error:  # includes timeouts
-            reason = str(error) or f"the disk did not respond within {_DISK_S:g} s"
+            reason = str(error) or f"the disk did not respond within {_DISK_TIMEOUT_S:g} s"
             _log.error("ledger %s: a power cut now would lose records of requests: %s", self._folder, reason)
 
     def _close_request(self, request: "RequestAccount", outcome: Outcome) -> RequestUsage:
         tally, engine, context = request.tally, self._engine, request.context
         if outcome != "ok" and not (tally.num_prompt_tokens or tally.num_output_tokens):
-            # The answer did not include its usage.
+            # The answer ended before its usage, so the engine's counters are used.
             tally.num_prompt_tokens = request.sequences.num_prompt_tokens
             tally.num_output_tokens = request.sequences.num_output_tokens
         self._meter.finish(request.number, tally.num_output_tokens, context.num_choices)
@@ -163,7 +163,7 @@ class EngineAccount:
 
 
 class RequestAccount:
-    """Account for one request, from the usage in its answer (`tally`) and the engine's counters (`sequences`)."""
+    """Accounts for one request, by the usage in its answer (`tally`) and the engine's counters (`sequences`)."""
 
     def __init__(
         self, account: EngineAccount, number: int, context: Context, tally: AnswerTally, *, is_row: bool

@@ -1,8 +1,8 @@
 """Middleware for Ray Serve's HTTP proxy, and the check of its TLS files.
 
-If the ingress dies, or the endpoint starts or stops, Ray 2.60's proxy answers in plain text or cuts a stream. Here the
-client gets a 503 in OpenAI's format or an error event. Headers that the proxy obeys or fails on are removed, and large
-bodies use back-pressure (`flow.py`). Requests and answers of other applications in the cluster pass unchanged.
+If the ingress dies, or the endpoint starts or stops, Ray 2.60's proxy answers in plain text or cuts a stream. With this
+middleware, the client gets a 503 in OpenAI's format, or an error event. Headers that the proxy obeys or fails on are
+removed, and large bodies use back-pressure (`flow.py`). Requests and answers of other applications pass unchanged.
 
 Ray's proxies load the middleware by its name in `ENVIRONMENT`, which must be set when Ray starts.
 """
@@ -92,8 +92,8 @@ class ProxyMiddleware:
             await answer.refuse(refusal)
             return
         try:
-            async with _with_back_pressure(scope, receive, answer.send) as (receive, send_):
-                await self._app(scope, receive, send_)
+            async with _with_back_pressure(scope, receive, answer.send) as (app_receive, app_send):
+                await self._app(scope, app_receive, app_send)
         except Exception:  # the HTTP server would answer in plain text
             _log.exception("Serve's proxy failed on a request")
         await answer.close()

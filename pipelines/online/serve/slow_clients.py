@@ -1,4 +1,4 @@
-"""Close connections of clients that send headers too slowly or do not read their answers. uvicorn 0.54 keeps them.
+"""Close connections of clients that send headers too slowly or read answers too slowly. uvicorn 0.54 does neither.
 
 uvicorn's only timer runs between requests, and with httptools it does not limit the size of headers. Ray's proxies let
 uvicorn choose its protocol class, so the class is replaced where uvicorn looks it up.
@@ -148,8 +148,8 @@ _UNREAD = _Unread()
 class PatientSend:
     """A `send` that never makes the application wait for a slow client.
 
-    Otherwise Serve's proxy would buffer the rest of a stream without a limit. Here the rest counts as unread for
-    the client's address and for the `key`, which identifies an API key unless it is empty.
+    Otherwise Serve's proxy would buffer the rest of a stream without a limit. Here, the unsent rest counts as unread
+    for the client's address and for the API key (`key` is its digest; empty without an API key).
     """
 
     def __init__(self, send: Send, connection: SlowReaders, key: str) -> None:
@@ -189,7 +189,7 @@ MAX_HEADER_BYTES = 64 * 1024  # the same as h11's limit
 
 
 def install_limits() -> None:
-    """Limit slow headers and slow readers of servers that this process starts from now on with uvicorn's default."""
+    """Add these limits to servers that this process starts from now on with uvicorn's default protocol."""
     from uvicorn.protocols.http import auto
 
     if not issubclass(auto.AutoHTTPProtocol, SlowHeaders):
@@ -198,8 +198,8 @@ def install_limits() -> None:
 
 def with_limits(protocol: type[asyncio.Protocol]) -> type[asyncio.Protocol]:
     """Return a subclass of uvicorn's HTTP protocol with limits for slow headers and slow readers."""
-    has_parser = hasattr(protocol, "on_body")
-    bases = (LongHeaders if has_parser else SlowHeaders, SlowReaders, protocol)
+    is_httptools = hasattr(protocol, "on_body")
+    bases = (LongHeaders if is_httptools else SlowHeaders, SlowReaders, protocol)
     return type(f"Limited{protocol.__name__}", bases, {})
 
 
@@ -207,8 +207,8 @@ class SlowHeaders(asyncio.Protocol):
     """Adds a timer for headers to a protocol of uvicorn.
 
     The timer starts with the connection, and with the first byte after an answer. It stops when uvicorn has a request
-    to answer. So it also covers the rest of a body whose request was answered early. Between requests uvicorn's own
-    timer runs.
+    to answer. So the timer also covers the rest of a body whose request was answered early. Between requests, uvicorn's
+    own timer runs.
     """
 
     transport: asyncio.Transport
@@ -223,7 +223,7 @@ class SlowHeaders(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        is_handed_over = self.transport.get_protocol() is not self  # a WebSocket
+        is_handed_over = self.transport.get_protocol() is not self  # to the WebSocket protocol
         if is_handed_over or self.transport.is_closing() or self._is_answering():
             self._stop()
         else:
@@ -251,7 +251,7 @@ class SlowHeaders(asyncio.Protocol):
         self._timer = None
         if self._has_begun:  # a client that sent nothing expects no answer
             message = "the request's headers did not arrive in time"
-            self.transport.write(_answer(ApiError(408, message, code="request_timeout")))
+            self.transport.write(_error_answer(ApiError(408, message, code="request_timeout")))
         self.transport.close()
 
 
@@ -265,13 +265,13 @@ class LongHeaders(SlowHeaders):
     _num_bytes = 0
 
     def data_received(self, data: bytes) -> None:
-        """Process received bytes. Bytes do not count if headers end among them or a part of a body is among them."""
+        """Process received bytes. Bytes with the end of headers or with a piece of a body do not count."""
         self._num_bytes += len(data)
         super().data_received(data)
         if self._num_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
             if not self._is_answering():
                 message = f"the request's headers are larger than {MAX_HEADER_BYTES // 1024} KiB"
-                self.transport.write(_answer(ApiError(431, message, code="headers_too_large")))
+                self.transport.write(_error_answer(ApiError(431, message, code="headers_too_large")))
             self.transport.close()
 
     def on_headers_complete(self) -> None:
@@ -283,7 +283,7 @@ class LongHeaders(SlowHeaders):
         super().on_body(body)  # type: ignore[misc]  # uvicorn's
 
 
-def _answer(error: ApiError) -> bytes:
+def _error_answer(error: ApiError) -> bytes:
     headers, body = error_response(error)
     status = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"
     lines = [status, *(f"{name}: {value}" for name, value in headers.items())]

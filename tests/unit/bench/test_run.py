@@ -205,10 +205,10 @@ def test_time_budget_stops_a_benchmark_between_passes(run, tmp_path):
     assert "Not finished" not in (tmp_path / "out" / "report.md").read_text()
     unfinished = run(EngineStarter(), repeats=2, time_budget_s=1e-6)
     assert unfinished["num_passes_left"] == 5
-    assert unfinished["caveats"][-1] == "Not finished: 5 passes remain."
+    assert unfinished["caveats"][-1] == "Not finished: 5 of 12 passes remain."
     assert unfinished["notes"][0].startswith("P-EAGLE: ")
     assert unfinished["notes"][1:] == unfinished["caveats"]
-    assert "Not finished: 5 passes remain." in (tmp_path / "out" / "report.md").read_text()
+    assert "Not finished: 5 of 12 passes remain." in (tmp_path / "out" / "report.md").read_text()
 
 
 def test_methods_k_and_repeats_can_be_added(run):

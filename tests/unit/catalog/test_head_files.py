@@ -183,7 +183,7 @@ def test_complete_heads_are_accepted():
     [
         (SHAPES, {"num_layers": 4}, r"has 4 layers, but the weights have layers \[0, 1\]"),
         (shapes_without("mask_hidden"), {}, "no mask_hidden"),
-        (SHAPES | {"mask_hidden": (8,)}, {}, "mask_hidden has 8 values, fc reads 24"),
+        (SHAPES | {"mask_hidden": (8,)}, {}, "mask_hidden has 8 values, but fc reads 24"),
         (shapes_without("fc.weight"), {}, "fc reads nothing"),
         (SHAPES, {"draft_vocab_size": 48}, "32 rows for a draft vocabulary of 48"),
         (shapes_without("d2t"), {}, "requires lm_head.weight and d2t"),

@@ -355,7 +355,7 @@ def test_answer_ends_if_the_disk_fails_or_hangs(engine_account, monkeypatch, cap
         may_end.wait(20)
 
     monkeypatch.setattr(os, "fdatasync", sync)
-    monkeypatch.setattr(account, "_DISK_S", 0.2)
+    monkeypatch.setattr(account, "_DISK_TIMEOUT_S", 0.2)
     asyncio.run(collect_answer(engine_account, "r"))
     may_end.set()
     assert message in caplog.text
