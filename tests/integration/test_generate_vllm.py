@@ -30,7 +30,7 @@ def arguments(tmp_path):
     return [
         "generate", "--input", corpus, "--output", tmp_path / "run", "--max-tokens", 20, "--max-num-seqs", 2,
         "--drafter", "peagle", "--num-speculative-tokens", K, "--draft-lookup", "on", "--enforce-eager",
-        "--rows-per-unit", 2,
+        "--rows-per-unit", 2, "--verify", "all",
     ]  # fmt: skip
 
 

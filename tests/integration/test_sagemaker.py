@@ -186,7 +186,7 @@ def test_jumpstart_variables_start_the_embedded_model(start_container, embedded_
     process, client = start_container(
         {"SM_VLLM_SPECULATIVE_CONFIG": json.dumps(speculation), "SM_VLLM_SERVED_MODEL_NAME": "qwen3-coder"}
         | {"SM_VLLM_MODEL": embedded_target, "SM_VLLM_MAX_MODEL_LEN": "1024", "SM_VLLM_MAX_NUM_SEQS": "2"}
-        | {"SM_VLLM_ENFORCE_EAGER": "true", "SM_VLLM_BLOCK_SIZE": "32"}
+        | {"SM_VLLM_ENFORCE_EAGER": "true", "SM_VLLM_BLOCK_SIZE": "32", "PEAGLE_VERIFY": "all"}
     )
     with client:
         wait_until_healthy(process, client)

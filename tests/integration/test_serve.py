@@ -140,7 +140,18 @@ def start_endpoint(peagle, folder, *, is_eager=True):
     port = free_port()
     process = peagle(
         *("serve", "--port", port, "--state", folder / "state", "--keys", folder / "keys.json"),
-        *("--num-speculative-tokens", 3, "--drafter", "peagle", "--max-num-seqs", 2, "--max-model-len", 512),
+        *(
+            "--num-speculative-tokens",
+            3,
+            "--drafter",
+            "peagle",
+            "--verify",
+            "all",
+            "--max-num-seqs",
+            2,
+            "--max-model-len",
+            512,
+        ),
         *("--tool-call-parser", "hermes", "--usd-per-hour", 1, "--drain-s", 5),
         *("--batches", folder / "batches", *["--enforce-eager"] * is_eager),
     )
@@ -400,7 +411,7 @@ def check_ledger(folder):
     assert {request.key for request in requests} == {"alice", "bob"}
     assert all(request.ttft_s > 0 for request in requests if request.outcome != "failed")
     answered = [request.usage for request in requests if request.outcome == "ok"]
-    assert any(usage.speculation.num_drafts for usage in answered)  # the drafter pauses if it does not pay
+    assert any(usage.speculation.num_drafts for usage in answered)
     (session,) = read_sessions(folder)
     assert session.ended
     assert json.loads(session.self_check)["num_tokens"] == NUM_TOKENS  # not included in num_output_tokens
