@@ -140,18 +140,8 @@ def start_endpoint(peagle, folder, *, is_eager=True):
     port = free_port()
     process = peagle(
         *("serve", "--port", port, "--state", folder / "state", "--keys", folder / "keys.json"),
-        *(
-            "--num-speculative-tokens",
-            3,
-            "--drafter",
-            "peagle",
-            "--verify",
-            "all",
-            "--max-num-seqs",
-            2,
-            "--max-model-len",
-            512,
-        ),
+        *("--num-speculative-tokens", 3, "--drafter", "peagle", "--verify", "all"),
+        *("--max-num-seqs", 2, "--max-model-len", 512),
         *("--tool-call-parser", "hermes", "--usd-per-hour", 1, "--drain-s", 5),
         *("--batches", folder / "batches", *["--enforce-eager"] * is_eager),
     )
