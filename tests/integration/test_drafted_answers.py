@@ -147,16 +147,15 @@ def test_every_field_is_equal_with_a_drafter(answers):
 
 
 def test_dflash_head_changes_no_answer(answers, tokenizer, embedded_target, tmp_path):
-    """The head is random, so its drafts are rejected, and `verify="auto"` might verify none of them."""
+    """The head is random, so its drafts are rejected. With `verify="auto"`, it might not draft at all."""
     head = save_block_head(tmp_path / "head", embedded_target, verifier="smollm2-135m")
-    drafter = DrafterSpec(method="dflash", model=str(head), num_speculative_tokens=7, verify="auto")
+    drafter = DrafterSpec(method="dflash", model=str(head), num_speculative_tokens=7, verify="all")
     cases = {name: case for name, case in bulk_cases(tokenizer).items() if "stop" in name or "max_tokens" in name}
     spec = dataclasses.replace(plain_engine(str(embedded_target)), drafter=drafter)
     drafted = _answers(spec, hardware.detect(), {"bulk": cases, "online": {}}, tmp_path)
     result = {name: list(differences(answers[0][name], drafted[name])) for name in cases}
     assert {name: different for name, different in result.items() if different} == {}
-    speculations = [answer["speculation"] or {} for answer in drafted.values()]
-    assert sum(drafts.get("num_draft_tokens", 0) + drafts.get("num_dropped_tokens", 0) for drafts in speculations) > 0
+    assert sum((answer["speculation"] or {}).get("num_drafts", 0) for answer in drafted.values()) > 0
 
 
 def test_drafts_are_accepted_and_every_finish_reason_occurs(answers):
