@@ -127,7 +127,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
             ) from error
         quiet.move_to(logs / "serve.log")
         os.environ |= proxy.ENVIRONMENT | os.environ  # for a Ray cluster that is started here
-        # `bind` needs the preloaded module, whose import takes about as long as the start of Ray.
+        # `bind` needs the preloaded module, and importing it takes about as long as starting Ray.
         with cluster.ray_cluster(metrics_port=config.metrics_port, if_lost=_IF_LOST, preload="ray.serve.llm"):
             if is_remote:
                 hardware = inspect()

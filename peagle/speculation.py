@@ -14,6 +14,18 @@ from typing import Self
 NEVER_PAYS_BELOW = 1.05
 
 
+def num_decoding_steps(num_later_tokens: int, num_drafts: int, num_accepted_tokens: int) -> int:
+    """Return the number of decoding steps, including steps whose drafts were not verified.
+
+    A step yields a token of the target plus accepted drafts. If all steps verify drafts, `num_drafts` is exact.
+    Otherwise the result is slightly too low, because drafts that are accepted after the end of a response count, too.
+
+    Args:
+        num_later_tokens: output tokens, without the first one of each request.
+    """
+    return max(num_drafts, num_later_tokens - num_accepted_tokens)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationStats:
     """Acceptance counts of a request, a unit or a run. Add them with `+`. Contradictory counts raise ValueError.

@@ -81,7 +81,7 @@ def make_setup(
     if fingerprint:
         name_parts.append(digest(fingerprint))
     if drafter is not None and drafter.synthetic_rates:
-        # Drafts are accepted at random, by lot.
+        # lot: drafts are accepted at random.
         name_parts.append(f"lot-{digest(repr(drafter.synthetic_rates))}")
     if drafter is not None and drafter.lookup:
         name_parts.append("lookup")

@@ -15,7 +15,7 @@ from peagle.bench.engine import PassResult
 from peagle.bench.plan import Pass
 from peagle.bench.prompts import BenchPrompt
 from peagle.engine.interface import Engine, Generation
-from peagle.speculation import SpeculationStats, sources_note
+from peagle.speculation import SpeculationStats, num_decoding_steps, sources_note
 
 UNCATEGORISED = "(none)"
 
@@ -236,10 +236,9 @@ def mean_step_s(records: Sequence[PassRecord]) -> float | None:
         return None
     num_steps = 0
     for record in records:
-        # A step yields a token of the target plus accepted drafts. The number of steps is slightly too low, since
-        # drafts that are accepted after the end of a response count, too.
+        drafts = record.speculation
         num_later_tokens = sum(max(request.num_output_tokens - 1, 0) for request in record.requests)
-        num_steps += max(record.speculation.num_drafts, num_later_tokens - record.speculation.num_accepted_tokens)
+        num_steps += num_decoding_steps(num_later_tokens, drafts.num_drafts, drafts.num_accepted_tokens)
     return sum(request.decode_s or 0.0 for request in requests) / num_steps if num_steps > 0 else None
 
 

@@ -61,9 +61,8 @@ def check_training(config: TrainConfig, say: Callable[[str], None]) -> tuple[Tra
     Returns the configuration with a supported `init`, the target, and the device of this process.
     """
     has_gpu = torch.cuda.is_available()
-    if (
-        config.device == "cuda" and config.workers == 1 and not has_gpu
-    ):  # with several workers, the cluster does this check
+    # With several workers, the cluster does this check.
+    if config.device == "cuda" and config.workers == 1 and not has_gpu:
         raise ConfigError("--device cuda: torch does not find a GPU on this machine", hint="use --device cpu")
     device = torch.device("cuda" if config.device != "cpu" and has_gpu else "cpu")
     if config.init not in INITS:
@@ -152,9 +151,8 @@ class Prepared:
             for field in fields(TrainingConfig)
             if field.name in TrainConfig.model_fields
         }
-        if (
-            config.algorithm in BLOCK_METHODS
-        ):  # blocks have rows of all depths, so deeper rows get a lower weight instead
+        if config.algorithm in BLOCK_METHODS:
+            # Blocks have rows of all depths, so deeper rows get a lower weight instead.
             options["depth_decay"] *= config.cod_ratio
         else:
             options["anchor_share"] = None

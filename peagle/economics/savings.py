@@ -20,6 +20,7 @@ from typing import Any, Self
 from peagle.economics.baseline import Baseline
 from peagle.economics.prices import Price
 from peagle.economics.usage import EngineSession, Work
+from peagle.speculation import num_decoding_steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,10 +124,8 @@ _ADDED = tuple(field.name for field in fields(Savings) if field.name not in ("is
 def work_savings(work: Work, *, has_drafter: bool, baseline: Baseline | None) -> Savings:
     """Return the savings of work. Without a drafter, each token after a request's first token takes a step."""
     num_later_tokens = max(work.num_output_tokens - work.num_requests, 0)
-    num_steps = num_later_tokens
-    if has_drafter:  # not every step verifies a draft, see `verify` in `DrafterSpec`
-        num_steps = max(work.num_drafts, num_later_tokens - work.num_accepted_tokens) if work.num_drafts else 0
-    has_known_steps = num_steps > 0 or num_later_tokens == 0
+    num_steps = num_decoding_steps(num_later_tokens, work.num_drafts, work.num_accepted_tokens)
+    has_known_steps = not has_drafter or work.num_drafts > 0 or num_later_tokens == 0
     if baseline is None or not has_known_steps or not work.busy_s or not work.request_s:
         return Savings(unsplit_usd=work.usd, uncompared_usd=work.usd if has_drafter else 0.0)
     times = baseline.at(work.request_s / work.busy_s)

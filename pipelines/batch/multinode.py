@@ -68,7 +68,7 @@ class Followers:
 
     Attributes:
         rank: rank of this node.
-        failure: the reason of the first end of a follower; None while all followers are running.
+        failure: why a follower ended (the first one that did); None while all followers are running.
         is_lost: whether that follower ended without an error, because its process or node is gone.
     """
 

@@ -135,8 +135,7 @@ def row_panels(report: Mapping[str, Any]) -> list[Panel]:
     panels, plots, rows, failures = [], [], report.get("rows"), report.get("failures")
     if rows:
         num_read, num_rows = rows["num_read"], report["account"]["num_rows"]
-        lead = f"A sample of {num_read:,} of {num_rows:,} rows."
-        lead = lead if num_read < num_rows else f"All {num_rows:,} rows."
+        lead = f"A sample of {num_read:,} of {num_rows:,} rows." if num_read < num_rows else f"All {num_rows:,} rows."
         for heading, names in _MEASURES.items():
             measures = [(rows["measures"].get(column), name) for column, name in names.items()]
             histograms = [_histogram(measure, name) for measure, name in measures if measure]

@@ -110,7 +110,7 @@ class EngineCrashes:
         """Refuse a key whose requests were the most likely cause of several crashes within minutes (429)."""
         if wait_s := self._limited_for_s(account):
             message = (
-                f"engines crashed {_MAX_CRASHES} times within {_WINDOW_S / 60:g} minutes probably "
+                f"engines crashed {_MAX_CRASHES} times within {_WINDOW_S / 60:g} minutes, probably "
                 f"because of requests of this key; the key is limited for {math.ceil(wait_s)} s"
             )
             raise ApiError(429, message, code="engine_crashes", retry_after_s=wait_s)
