@@ -27,7 +27,7 @@ from peagle.plain_json import to_json
 
 TEMPORARY_SUFFIX = ".tmp"
 _ATTEMPTS = 5
-_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
+_NO_LINK_ERRNOS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
 _LINKS_HINT = "use a local disk, NFS version 4 or newer (EFS), Lustre, or S3"
 
 
@@ -59,18 +59,18 @@ def append_line(path: Path, line: bytes) -> None:
 
 
 @contextlib.contextmanager
-def converted_write_errors(path: object, *also: type[Exception], hint: str) -> Iterator[None]:
-    """Convert OSError and the error types in `also` to a CapacityError that names `path`."""
-    kinds: tuple[type[Exception], ...] = (OSError, *also)
+def converted_write_errors(path: object, *other_types: type[Exception], hint: str) -> Iterator[None]:
+    """Convert OSError and the other error types to a CapacityError that names `path`."""
+    types: tuple[type[Exception], ...] = (OSError, *other_types)
     try:
         yield
-    except kinds as error:
+    except types as error:
         raise CapacityError(f"{path}: cannot be written: {error}", hint=hint) from error
 
 
 @contextlib.contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a file that replaces `path` when the block ends; for data too big for `write_atomic`.
+    """Open a file that replaces `path` when the block ends, for data too large to hold in memory.
 
     Raises FileNotFoundError if another process removed the temporary file.
     """
@@ -113,13 +113,13 @@ def sync_folder(folder: Path) -> None:
 
 
 def require_links(folder: Path) -> None:
-    """Check that a file system supports exclusive hard links and renames, by trying them."""
+    """Try exclusive hard links and renames in a folder; raise ConfigError if its file system does not support them."""
     try:
         # Several attempts, since another driver may remove the trial file, and then the second link succeeds.
         # The file is named like the lease with number 0: if this process is killed, the next driver removes it.
         is_exclusive = any(_creates_exclusively(folder / f"0.{uuid.uuid4().hex}.json") for _ in range(_ATTEMPTS))
     except OSError as error:
-        if error.errno not in _NO_LINKS:
+        if error.errno not in _NO_LINK_ERRNOS:
             raise
         raise ConfigError(f"{folder}: {error.strerror}", hint=_LINKS_HINT) from error
     if not is_exclusive:
@@ -199,8 +199,8 @@ def _link(file: BinaryIO, temporary: Path, path: Path) -> bool:
     except OSError as error:
         if _has_name(file, path):
             return True
-        if error.errno in _NO_LINKS:
-            raise OSError(error.errno, f"its file system has no hard links ({error.strerror})", str(path)) from error
+        if error.errno in _NO_LINK_ERRNOS:
+            raise OSError(error.errno, f"the file system has no hard links ({error.strerror})", str(path)) from error
         if not isinstance(error, FileExistsError):
             raise
         return False

@@ -44,11 +44,11 @@ class Evaluation(Bench):
 
     @staticmethod
     def make_plan(config: EvaluateConfig, hardware: Hardware, model: ResolvedModel) -> BenchPlan:
-        drafters = [_drafter(name, config, hardware, model) for name in config.drafter]
+        drafters = [_resolve_drafter(name, config, hardware, model) for name in config.drafter]
         spec = target_spec(config, model, hardware, max_num_seqs=config.concurrency)
         setups: list[Setup] = []
-        for label, drafter in zip(_labels(drafters), drafters, strict=True):
-            setups += _setups(label, drafter, spec, config, hardware)
+        for label, drafter in zip(_unique_labels(drafters), drafters, strict=True):
+            setups += _make_setups(label, drafter, spec, config, hardware)
         precision = spec_precision(spec, hardware)
         require_capacity(setups, model, hardware)
         return BenchPlan(
@@ -89,7 +89,7 @@ class Evaluation(Bench):
     def report(self, done: dict[Pass, PassRecord], failed: dict[str, str]) -> dict[str, Any]:
         fingerprint = self.plan.fingerprint(self.dataset)
         categories = {prompt.category for prompt in self.dataset.prompts} - {None}
-        is_split = all(record.by_category for record in done.values())
+        all_have_categories = all(record.by_category for record in done.values())
         num_remaining = len(self.plan.passes) - len(done) - len(failed)
         return {
             "schema": SCHEMA,
@@ -111,12 +111,12 @@ class Evaluation(Bench):
             "notes": [
                 *(
                     ["This vLLM counts drafts per engine, not per request, so acceptance by category is unknown."]
-                    if categories and not is_split
+                    if categories and not all_have_categories
                     else []
                 ),
                 *source_notes((planned.setup.label, record) for planned, record in done.items()),
                 *(f"Not measured: {name}, because its engine failed: {message}" for name, message in failed.items()),
-                *([f"Not finished: {num_remaining} cells remain."] if num_remaining else []),
+                *([f"Not finished: {num_remaining} of {len(self.plan.passes)} cells remain."] if num_remaining else []),
             ],
         }
 
@@ -157,7 +157,7 @@ def make_cell(setup: Setup, record: PassRecord) -> dict[str, Any]:
     }
 
 
-def _drafter(name: str, config: EvaluateConfig, hardware: Hardware, model: ResolvedModel) -> ResolvedDrafter:
+def _resolve_drafter(name: str, config: EvaluateConfig, hardware: Hardware, model: ResolvedModel) -> ResolvedDrafter:
     max_k = max(config.num_speculative_tokens) if config.num_speculative_tokens else None
     drafter = resolve_drafter(name, model, config.concurrency, num_speculative_tokens=max_k, platform=hardware.platform)
     if drafter.spec is None:
@@ -166,10 +166,10 @@ def _drafter(name: str, config: EvaluateConfig, hardware: Hardware, model: Resol
     return drafter
 
 
-def _setups(
+def _make_setups(
     label: str, drafter: ResolvedDrafter, spec: EngineSpec, config: EvaluateConfig, hardware: Hardware
 ) -> list[Setup]:
-    assert drafter.spec is not None, "_drafter() rejects the drafter none"
+    assert drafter.spec is not None, "_resolve_drafter() rejects the drafter none"
     assert drafter.fingerprint is not None, "every head has a fingerprint"
     return [
         make_setup(
@@ -183,7 +183,7 @@ def _setups(
     ]
 
 
-def _labels(drafters: Sequence[ResolvedDrafter]) -> list[str]:
+def _unique_labels(drafters: Sequence[ResolvedDrafter]) -> list[str]:
     """Return the drafters' names, with enough of their paths to make them unique."""
     fingerprints = [drafter.fingerprint for drafter in drafters]
     paths = [Path(drafter.spec.model).parts for drafter in drafters if drafter.spec]
@@ -209,10 +209,10 @@ _SPEEDS = {
 
 
 def text_report(report: Mapping[str, Any]) -> str:
-    tables = [_conditions(report), "", *aligned(_cell_rows(report))]
+    lines = [_conditions(report), "", *aligned(_cell_rows(report))]
     if category_rows := _category_rows(report):
-        tables += ["", *aligned(category_rows)]
-    return "\n".join([*tables, *(f"! {note}" for note in report["notes"])])
+        lines += ["", *aligned(category_rows)]
+    return "\n".join([*lines, *(f"! {note}" for note in report["notes"])])
 
 
 def markdown_report(report: Mapping[str, Any]) -> str:
@@ -277,11 +277,11 @@ def length_plot(report: Mapping[str, Any]) -> str:
 
 def position_plot(report: Mapping[str, Any]) -> str:
     """Plot acceptance by position in the draft, each drafter at its largest K."""
-    largest = {label: cells[-1] for label, cells in _by_drafter(report).items()}
-    labels = [f"{label}, K={cell['k']}" for label, cell in largest.items()]
+    largest_k_cells = {label: cells[-1] for label, cells in _by_drafter(report).items()}
+    labels = [f"{label}, K={cell['k']}" for label, cell in largest_k_cells.items()]
     rates = [
         Rates(label=label, rates=cell["acceptance_rates"], series=series)
-        for series, (label, cell) in enumerate(zip(labels, largest.values(), strict=True))
+        for series, (label, cell) in enumerate(zip(labels, largest_k_cells.values(), strict=True))
     ]
     return standalone(acceptance_svg(rates), f"Acceptance by position, {subject_of(report)}", labels)
 

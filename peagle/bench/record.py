@@ -67,7 +67,7 @@ class PassRecord:
         speculation: drafts of all responses; empty without drafts.
         peak_memory_gib: peak memory during the pass (`peagle.bench.engine`); None if unknown.
         model_runner: vLLM's model runner, "V1" or "V2"; None if unknown, and in old records.
-        self_check: result of `SelfCheck.to_dict`; None in old records.
+        self_check: result of `SelfCheck.to_dict`; None without a self-check, and in old records.
         by_category: results by category; empty if the data has no categories, or the engine does not count drafts per
             request.
     """
@@ -131,9 +131,9 @@ def make_record(
         requests.append(
             RequestTimes(num_output_tokens=generation.num_output_tokens, elapsed_s=answer.elapsed_s, decode_s=decode_s)
         )
-    # The drafts of the responses, or, if the engine does not report them, its own counters.
+    # An engine that does not report drafts per response has totals in `result.drafted`.
     drafts = [generation.speculation for generation in result.completed if generation.speculation is not None]
-    engine_drafts = result.drafted or SpeculationStats.empty()
+    total_drafts = result.drafted or SpeculationStats.empty()
     return PassRecord(
         method=planned.setup.method,
         k=planned.setup.k,
@@ -142,7 +142,7 @@ def make_record(
         wall_s=result.wall_s,
         start_s=start_s,
         num_refused=sum(answer is None for answer in result.answers),
-        speculation=sum(drafts, start=SpeculationStats.empty()) if drafts else engine_drafts,
+        speculation=sum(drafts, start=SpeculationStats.empty()) if drafts else total_drafts,
         requests=requests,
         peak_memory_gib=peak_memory_gib,
         measured_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -218,12 +218,12 @@ def acceptance(stats: Sequence[SpeculationStats]) -> dict[str, Any]:
     }
 
 
-def source_notes(labelled: Iterable[tuple[str, PassRecord]]) -> list[str]:
+def source_notes(labelled_records: Iterable[tuple[str, PassRecord]]) -> list[str]:
     """Return notes on accepted drafts by source, if both lookup and head drafted."""
-    drafted: dict[str, SpeculationStats] = {}
-    for label, record in labelled:
-        drafted[label] = drafted.get(label, SpeculationStats.empty()) + record.speculation
-    return [f"{label}: {note}" for label, stats in drafted.items() if (note := sources_note(stats))]
+    stats_by_label: dict[str, SpeculationStats] = {}
+    for label, record in labelled_records:
+        stats_by_label[label] = stats_by_label.get(label, SpeculationStats.empty()) + record.speculation
+    return [f"{label}: {note}" for label, stats in stats_by_label.items() if (note := sources_note(stats))]
 
 
 def mean_step_s(records: Sequence[PassRecord]) -> float | None:

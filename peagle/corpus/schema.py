@@ -16,10 +16,10 @@ from peagle.corpus.extensions import child_fields, from_values, storage_schema
 from peagle.corpus.rows import RawRow
 from peagle.plain_json import to_json
 
-_MAX_DEPTH = 100  # levels of nesting in Parquet
+_MAX_DEPTH = 100  # maximum levels of nesting in Parquet
 _NANOSECOND_TIME = pa.time64("ns")
 _NOT_A_TIME = -(2**63)  # NaT in pandas
-_UNITS_OF_A_DAY = {"s": 86_400, "ms": 86_400 * 10**3, "us": 86_400 * 10**6, "ns": 86_400 * 10**9}
+_UNITS_PER_DAY = {"s": 86_400, "ms": 86_400 * 10**3, "us": 86_400 * 10**6, "ns": 86_400 * 10**9}
 LARGEST_EXACT = 2**53  # up to here, a double holds all integers exactly
 
 
@@ -62,7 +62,7 @@ def can_hold(new: pa.DataType, old: pa.DataType, *, wide: bool) -> bool:
         return not (wide and old.bit_width == 64)
     if pa.types.is_decimal(old):
         return bool(pa.types.is_decimal(new))
-    # Nanoseconds only hold the years 1678 to 2261; 9999 is used for "never".
+    # Timestamps in nanoseconds only hold the years 1678 to 2261; some data uses the year 9999 for "never".
     return not (pa.types.is_temporal(old) and getattr(new, "unit", None) == "ns" and not pa.types.is_time(new))
 
 
@@ -71,8 +71,8 @@ def is_wide(array: pa.Array | pa.ChunkedArray) -> bool:
     if isinstance(array, pa.ChunkedArray):
         return any(map(is_wide, array.chunks))
     if pa.types.is_integer(array.type) and array.type.bit_width == 64:
-        ends = pc.min_max(array).as_py()
-        return any(end is not None and abs(end) > LARGEST_EXACT for end in ends.values())
+        extremes = pc.min_max(array).as_py()
+        return any(value is not None and abs(value) > LARGEST_EXACT for value in extremes.values())
     if pa.types.is_struct(array.type):
         return any(map(is_wide, array.flatten()))
     return bool(pa.types.is_list(array.type)) and is_wide(array.flatten())
@@ -103,7 +103,7 @@ def changed_in_python(array: pa.Array) -> str | None:
         unit = getattr(leaf.type, "unit", "")
         if pa.types.is_time(leaf.type):
             first, last = _smallest_and_largest(leaf)
-            if first is not None and last is not None and not 0 <= first <= last < _UNITS_OF_A_DAY[unit]:
+            if first is not None and last is not None and not 0 <= first <= last < _UNITS_PER_DAY[unit]:
                 return f"{first if first < 0 else last} {unit} is not a time of day"
         elif pa.types.is_temporal(leaf.type) and unit == "ns" and _smallest_and_largest(leaf)[0] == _NOT_A_TIME:
             return f"{_NOT_A_TIME} ns is NaT (not a time) in pandas"
@@ -111,8 +111,8 @@ def changed_in_python(array: pa.Array) -> str | None:
 
 
 def _smallest_and_largest(array: pa.Array) -> tuple[int | None, int | None]:
-    ends = pc.min_max(array.view(pa.int32() if array.type.bit_width == 32 else pa.int64()))
-    return ends["min"].as_py(), ends["max"].as_py()
+    extremes = pc.min_max(array.view(pa.int32() if array.type.bit_width == 32 else pa.int64()))
+    return extremes["min"].as_py(), extremes["max"].as_py()
 
 
 def _leaf_arrays(array: pa.Array) -> Iterator[pa.Array]:
@@ -201,12 +201,12 @@ def common_column(a: pa.Field, b: pa.Field) -> pa.Field:
     if _is_json(a) or _is_json(b):
         return json_text(a.name)
     try:
-        both = pa.unify_schemas([pa.schema([a]), pa.schema([b])], promote_options="permissive").field(0)
+        common = pa.unify_schemas([pa.schema([a]), pa.schema([b])], promote_options="permissive").field(0)
     except pa.ArrowException:
         return json_text(a.name)
-    if not all(can_hold(both.type, column.type, wide=_is_wide(column)) for column in (a, b)):
+    if not all(can_hold(common.type, column.type, wide=_is_wide(column)) for column in (a, b)):
         return json_text(a.name)
-    return mark_wide(both) if _is_wide(a) or _is_wide(b) else both
+    return mark_wide(common) if _is_wide(a) or _is_wide(b) else common
 
 
 def mark_wide(column: pa.Field) -> pa.Field:
@@ -220,7 +220,7 @@ def unify_schemas(schemas: Iterable[pa.Schema]) -> pa.Schema:
     for schema in schemas:
         for column in schema:
             fields[column.name] = common_column(fields[column.name], column) if column.name in fields else column
-    return pa.schema([_stored(column) for column in fields.values()])
+    return pa.schema([_final_column(column) for column in fields.values()])
 
 
 def to_table(rows: Sequence[RawRow], schema: pa.Schema) -> pa.Table:
@@ -234,7 +234,7 @@ def to_table(rows: Sequence[RawRow], schema: pa.Schema) -> pa.Table:
     return pa.Table.from_arrays(arrays, schema=schema) if arrays else pa.table({})
 
 
-def _stored(column: pa.Field) -> pa.Field:
+def _final_column(column: pa.Field) -> pa.Field:
     """Return a column in its final form. It is nullable, because some files may not have it."""
     if _is_json(column) or (pa.types.is_nested(column.type) and not can_be_stored(pa.schema([column]))):
         return json_text(column.name)

@@ -1,4 +1,4 @@
-"""The target of a training run: its architecture, weights and tokenizer. They are checked before the training."""
+"""The architecture, weights and tokenizer of a training run's target, all checked before the training starts."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,7 +43,8 @@ class Architecture:
     max_position_embeddings: int
     rms_norm_eps: float
     initializer_range: float
-    # One rotary embedding over whole heads. If the target's differs by layer or is partial, only its base is used.
+    # One rotary embedding over whole attention heads: the target's, or that of its full-attention layers. Only its base
+    # is used if it is partial or of another type.
     rope_parameters: Mapping[str, Any]
     norm_offset: int  # constant that the final norm adds to its weight: 1 for Gemma 2, Gemma 3 and Qwen3-Next, else 0
     logit_softcap: float | None  # logits are softcap * tanh(logits / softcap); None disables it
@@ -78,26 +79,26 @@ def read_architecture(folder: Path) -> Architecture:
     except (OSError, ValueError, StrictDataclassError) as error:
         reason = error.__cause__ if isinstance(error, StrictDataclassError) and error.__cause__ else error
         raise ConfigError(f"{folder}: transformers cannot read its config.json: {_first_line(reason)}") from error
-    text = config.get_text_config(decoder=True)
-    sizes = text.per_layer_config[0] if getattr(text, "is_heterogeneous", False) else text
-    _require_decoder(folder, config, sizes)
-    num_heads = sizes.num_attention_heads
-    intermediate_size = getattr(sizes, "intermediate_size", None)
+    text_config = config.get_text_config(decoder=True)
+    layer = text_config.per_layer_config[0] if getattr(text_config, "is_heterogeneous", False) else text_config
+    _require_decoder(folder, config, layer)
+    num_heads = layer.num_attention_heads
+    intermediate_size = getattr(layer, "intermediate_size", None)
     return Architecture(
-        **{name: getattr(sizes, name) for name in _SIZES},
-        model_type=text.model_type,
-        num_key_value_heads=getattr(sizes, "num_key_value_heads", None) or num_heads,
-        head_dim=getattr(sizes, "head_dim", None) or sizes.hidden_size // num_heads,
-        intermediate_size=intermediate_size if isinstance(intermediate_size, int) else _MLP_RATIO * sizes.hidden_size,
-        hidden_act=getattr(sizes, "hidden_act", None) or getattr(sizes, "hidden_activation", None) or "unknown",
-        initializer_range=getattr(sizes, "initializer_range", 0.02),
-        rope_parameters=_single_rope(getattr(text, "rope_parameters", None) or {}),
+        **{name: getattr(layer, name) for name in _SIZES},
+        model_type=text_config.model_type,
+        num_key_value_heads=getattr(layer, "num_key_value_heads", None) or num_heads,
+        head_dim=getattr(layer, "head_dim", None) or layer.hidden_size // num_heads,
+        intermediate_size=intermediate_size if isinstance(intermediate_size, int) else _MLP_RATIO * layer.hidden_size,
+        hidden_act=getattr(layer, "hidden_act", None) or getattr(layer, "hidden_activation", None) or "unknown",
+        initializer_range=getattr(layer, "initializer_range", 0.02),
+        rope_parameters=_single_rope(getattr(text_config, "rope_parameters", None) or {}),
         norm_offset=_norm_offset(folder, config),
-        logit_softcap=getattr(text, "final_logit_softcapping", None),
+        logit_softcap=getattr(text_config, "final_logit_softcapping", None),
         ties_embeddings=bool(
-            getattr(config, "tie_word_embeddings", False) or getattr(text, "tie_word_embeddings", False)
+            getattr(config, "tie_word_embeddings", False) or getattr(text_config, "tie_word_embeddings", False)
         ),
-        dtype=text.dtype,
+        dtype=text_config.dtype,
     )
 
 
@@ -112,21 +113,21 @@ def auto_class_of(config: Any) -> Any:
     return None
 
 
-def _require_decoder(folder: Path, config: Any, sizes: Any) -> None:
+def _require_decoder(folder: Path, config: Any, layer: Any) -> None:
     model_type = config.model_type
     if config.is_encoder_decoder:
         raise ConfigError(f"{folder}: {model_type!r} has an encoder", hint=SUPPORTED)
-    if missing := [name for name in _SIZES if getattr(sizes, name, None) is None]:
+    if missing := [name for name in _SIZES if getattr(layer, name, None) is None]:
         raise ConfigError(f"{folder}/config.json: {model_type!r} has no {', '.join(missing)}", hint=SUPPORTED)
-    if scaled := [name for name in ("logits_scaling", "logit_scale") if getattr(sizes, name, None) not in (None, 1)]:
+    if scaled := [name for name in ("logits_scaling", "logit_scale") if getattr(layer, name, None) not in (None, 1)]:
         raise ConfigError(
             f"{folder}/config.json: {model_type!r} scales its logits ({scaled[0]}), which heads do not support",
             hint=SUPPORTED,
         )
-    num_heads = sizes.num_attention_heads
-    if sizes.hidden_size % num_heads or num_heads % (getattr(sizes, "num_key_value_heads", None) or num_heads):
+    num_heads = layer.num_attention_heads
+    if layer.hidden_size % num_heads or num_heads % (getattr(layer, "num_key_value_heads", None) or num_heads):
         raise ConfigError(
-            f"{folder}/config.json: hidden size {sizes.hidden_size}, {num_heads} heads and {sizes.num_key_value_heads} "
+            f"{folder}/config.json: hidden size {layer.hidden_size}, {num_heads} heads and {layer.num_key_value_heads} "
             "KV heads do not fit a Llama layer: each must divide the previous one",
             hint=SUPPORTED,
         )
@@ -156,7 +157,7 @@ def _norm_offset(folder: Path, config: Any) -> int:
     norm = getattr(decoder, "norm", None)
     if norm is None or not hasattr(decoder, "layers"):
         raise ConfigError(
-            f"{folder}: {type(decoder).__name__} has no 'layers' followed by a 'norm', so its states cannot be read",
+            f"{folder}: {type(decoder).__name__} has no 'layers' followed by a 'norm', which heads require",
             hint=SUPPORTED,
         )
     if [name for name, _ in norm.named_parameters()] != ["weight"]:
@@ -190,9 +191,9 @@ class TargetWeights:
         for file in sorted(folder.glob("*.safetensors")):
             with safe_open(file, "pt") as weights:
                 self._file_of |= dict.fromkeys(weights.keys(), file)
-        self._prefix = self._name_of(_EMBEDDINGS).removesuffix(_EMBEDDINGS)
+        self._prefix = self._full_name(_EMBEDDINGS).removesuffix(_EMBEDDINGS)
         if not architecture.ties_embeddings:
-            self._name_of(_LM_HEAD)
+            self._full_name(_LM_HEAD)  # raises if it is missing
 
     def names_in_layer(self, index: int) -> set[str]:
         """Return the names of a layer's weights, relative to the layer."""
@@ -215,7 +216,7 @@ class TargetWeights:
     def final_norm(self) -> torch.Tensor:
         return self["norm.weight"].float() + self._architecture.norm_offset
 
-    def _name_of(self, ending: str) -> str:
+    def _full_name(self, ending: str) -> str:
         shape = [self._architecture.vocab_size, self._architecture.hidden_size]
         names = [name for name in self._file_of if name.endswith(ending) and self._shape(name) == shape]
         if not names:
@@ -261,12 +262,12 @@ class Target:
                 raise ConfigError(
                     f"{self.folder}: the tokenizer produces token {largest} for row {sample.id}, but the target only"
                     f" has tokens 0 to {self.vocab_size - 1}",
-                    hint="replace it with the target's own tokenizer",
+                    hint="use the target's own tokenizer",
                 )
 
 
 def default_aux_layers(num_layers: int) -> tuple[int, ...]:
-    """Return layers 2, L/2 and L-1 (arXiv 2602.01469)."""
+    """Return layers 2, L/2 and L-1 of a target with L layers (arXiv 2602.01469)."""
     return tuple(sorted({min(2, num_layers - 1), num_layers // 2, num_layers - 1}))
 
 
@@ -309,7 +310,7 @@ def _tokenizer(folder: Path, config: Mapping[str, Any]) -> Any:
     if not tokenizer.chat_template:
         raise ConfigError(
             f"{folder}: the tokenizer has no chat template, which is needed to prompt the target",
-            hint="add chat_template to tokenizer_config.json; for plain text, join the contents of the messages",
+            hint="add chat_template to tokenizer_config.json; a template that joins the messages also works",
         )
     # Responses end with the tokenizer's end-of-text token, so it must be the target's. A tokenizer of another model
     # usually has a different one.
@@ -320,7 +321,7 @@ def _tokenizer(folder: Path, config: Mapping[str, Any]) -> Any:
     end = tokenizer.eos_token_id
     if end is None or (target_ends and end not in target_ends):
         raise ConfigError(
-            f"{folder}: the tokenizer's end-of-text token is {end}, the target's {target_ends or 'unknown'}",
-            hint="replace it with the target's own tokenizer, with its eos_token",
+            f"{folder}: the tokenizer's end-of-text token is {end}, but the target has {target_ends or 'none'}",
+            hint="use the target's own tokenizer, including its eos_token",
         )
     return tokenizer

@@ -31,7 +31,7 @@ _SPECULATIVE_KEYS = (
     "kv_cache_dtype",
     "attention_backend",
 )
-_CACHE_PRECISIONS = {dtype: name for name, dtype in DRAFT_CACHE.items()}
+_DRAFT_KV_CACHE_PRECISIONS = {dtype: name for name, dtype in DRAFT_CACHE.items()}
 # Arguments with an option of the same name and the same values.
 _SAME_OPTIONS = (
     "host",
@@ -54,7 +54,7 @@ _PRECISIONS = {
     "float32": "float32",
 }
 _KV_CACHE_PRECISIONS = {"auto": "auto", "bfloat16": "bf16", "fp8": "fp8", "fp8_e4m3": "fp8"}
-# Options whose variables have another name; the first variable that is set counts.
+# Options whose variables have another name, for messages: the first that is set, or else the last.
 _VARIABLES_OF = {
     "model": ("SM_VLLM_MODEL", "HF_MODEL_ID", str(MODEL_FOLDER)),
     "name": ("SM_VLLM_SERVED_MODEL_NAME",),
@@ -66,17 +66,17 @@ _VARIABLES_OF = {
 _YES, _NO = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 _TRANSLATED = ("max_model_len", "kv_cache_memory_bytes", "limit_mm_per_prompt", "allowed_media_domains")
 _HANDLED_SEPARATELY = ("model", "speculative_config", "served_model_name", "dtype", "quantization", "kv_cache_dtype")
-# Arguments of vLLM's API server, and what to set instead.
-_PAGES = "web pages of other sites cannot call the endpoint: add CORS headers with a reverse proxy"
+_CORS_HINT = "web pages of other sites cannot call the endpoint: add CORS headers with a reverse proxy"
+# Hints for the arguments of vLLM's API server, such as what to set instead.
 _HINTS = {
     "api_key": "set PEAGLE_API_KEYS=NAME=KEY, or PEAGLE_KEYS to a file of keys",
     "ssl_certfile": "set PEAGLE_TLS_CERT and PEAGLE_TLS_KEY",
     "ssl_keyfile": "set PEAGLE_TLS_CERT and PEAGLE_TLS_KEY",
-    **dict.fromkeys(("allowed_origins", "allowed_methods", "allowed_headers", "allow_credentials"), _PAGES),
+    **dict.fromkeys(("allowed_origins", "allowed_methods", "allowed_headers", "allow_credentials"), _CORS_HINT),
     **dict.fromkeys(("enable_log_requests", "enable_log_outputs", "max_log_len"), "set PEAGLE_LOG_PROMPTS=true"),
     **dict.fromkeys(("chat_template", "chat_template_content_format"), "the model's own template is used"),
     **dict.fromkeys(
-        ("enable_prompt_tokens_details", "enable_per_request_metrics"), "answers have them without this variable"
+        ("enable_prompt_tokens_details", "enable_per_request_metrics"), "answers always include this information"
     ),
 }
 
@@ -89,12 +89,12 @@ def serve_options(env: Mapping[str, str], *, model_folder: Path = MODEL_FOLDER) 
     Raises:
         ConfigError: a variable has an invalid value.
     """
-    empty = {name for name in _HANDLED_SEPARATELY if not env.get(_variable(name), "").strip()}
-    raw = {name: value for name, value in vllm_arguments(env).items() if name not in empty}
+    unset = {name for name in _HANDLED_SEPARATELY if not env.get(_variable(name), "").strip()}
+    raw = {name: value for name, value in vllm_arguments(env).items() if name not in unset}
     options = drafter_options(env)
     has_model_data = model_folder.is_dir() and any(model_folder.iterdir())
     default_model = str(model_folder) if has_model_data else env.get("HF_MODEL_ID", "").strip()
-    if model := _text(raw, "model") or default_model:
+    if model := _single_value(raw, "model") or default_model:
         options["model"] = model
     names = raw.get("served_model_name")
     if isinstance(names, list) and len(names) > 1:
@@ -103,10 +103,10 @@ def serve_options(env: Mapping[str, str], *, model_folder: Path = MODEL_FOLDER) 
             hint="set one name; if the endpoint has only one model, requests may also omit `model`",
         )
     if names is not None:
-        options["name"] = str(names[0]).strip() if isinstance(names, list) else _text(raw, "served_model_name")
+        options["name"] = str(names[0]).strip() if isinstance(names, list) else _single_value(raw, "served_model_name")
     options |= _precisions(raw)
     parsed_arguments = dict(
-        _parsed({name: value for name, value in raw.items() if name not in _HANDLED_SEPARATELY}, env)
+        _parse_with_vllm({name: value for name, value in raw.items() if name not in _HANDLED_SEPARATELY}, env)
     )
     options |= {name: parsed_arguments.pop(name) for name in _SAME_OPTIONS if name in parsed_arguments}
     parsed_arguments.pop("enable_auto_tool_choice", None)  # implied by tool_call_parser
@@ -118,7 +118,7 @@ def serve_options(env: Mapping[str, str], *, model_folder: Path = MODEL_FOLDER) 
         elif name == "kv_cache_memory_bytes":
             options["kv_cache_gib"] = value / 2**30
         elif name == "limit_mm_per_prompt":
-            options[name] = {modality: _count(limit) for modality, limit in value.items()}
+            options[name] = {modality: _plain_limit(limit) for modality, limit in value.items()}
         elif name == "allowed_media_domains":
             options[name] = ",".join(value)
         else:
@@ -156,7 +156,8 @@ def vllm_arguments(env: Mapping[str, str]) -> dict[str, Any]:
     >>> vllm_arguments({"SM_VLLM_ENFORCE_EAGER": "true", "SM_VLLM_SEED": "1", "SM_VLLM_ENABLE_LORA": "false"})
     {'enforce_eager': True, 'seed': '1'}
     """
-    values = {name.removeprefix(PREFIX).lower(): _value(env[name]) for name in sorted(env) if name.startswith(PREFIX)}
+    variables = [variable for variable in sorted(env) if variable.startswith(PREFIX)]
+    values = {variable.removeprefix(PREFIX).lower(): _argument_value(env[variable]) for variable in variables}
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -225,12 +226,12 @@ def drafter_options(env: Mapping[str, str]) -> dict[str, Any]:
             " a head's main branch",
             hint="remove revision, or set model to a folder with the head",
         )
-    if (cache := config.get("kv_cache_dtype")) not in _CACHE_PRECISIONS:
+    if (cache := config.get("kv_cache_dtype")) not in _DRAFT_KV_CACHE_PRECISIONS:
         raise ConfigError(f"{SPECULATIVE_CONFIG_VARIABLE}: kv_cache_dtype {cache!r} is not supported")
     return {
         "drafter": config.get("model") or ("peagle" if is_parallel and method == "eagle3" else method),
         "num_speculative_tokens": k,
-        "draft_kv_cache_precision": _CACHE_PRECISIONS[cache],
+        "draft_kv_cache_precision": _DRAFT_KV_CACHE_PRECISIONS[cache],
         "draft_attention_backend": config.get("attention_backend"),
     }
 
@@ -247,7 +248,7 @@ def to_sagemaker_env(drafter: DrafterSpec | None) -> dict[str, str]:
     }
 
 
-def _value(text: str) -> Any:
+def _argument_value(text: str) -> Any:
     """Return the value of a variable; None if the argument is omitted."""
     plain = text.strip()
     if plain.lower() in ("true", ""):
@@ -259,11 +260,11 @@ def _value(text: str) -> Any:
             return json.loads(plain) or None
         except ValueError:
             return text
-    objects = _objects(plain)
+    objects = _json_objects(plain)
     return text if len(objects) < 2 else objects
 
 
-def _objects(text: str) -> list[dict[str, Any]]:
+def _json_objects(text: str) -> list[dict[str, Any]]:
     """Return the objects of a text that consists of JSON objects only; empty for other texts."""
     decoder, objects = json.JSONDecoder(), []
     while text.startswith("{"):
@@ -280,7 +281,7 @@ def _variable(name: str) -> str:
     return PREFIX + name.upper()
 
 
-def _text(raw: Mapping[str, Any], name: str) -> str | None:
+def _single_value(raw: Mapping[str, Any], name: str) -> str | None:
     """Return the single value of an argument; None if it is unset."""
     value = raw.get(name)
     if value is True:
@@ -293,29 +294,29 @@ def _text(raw: Mapping[str, Any], name: str) -> str | None:
 def _precisions(raw: Mapping[str, Any]) -> dict[str, str]:
     """Return the options for number formats."""
     options = {}
-    if (dtype := _text(raw, "dtype")) is not None:
+    if (dtype := _single_value(raw, "dtype")) is not None:
         options["precision"] = _translate("dtype", dtype, _PRECISIONS)
-    if (quantization := _text(raw, "quantization")) is not None:
+    if (quantization := _single_value(raw, "quantization")) is not None:
         quantization = _translate("quantization", quantization, {"fp8": "fp8"})
         if options.get("precision", "auto") not in ("auto", "bf16"):
             raise ConfigError(f"{_variable('quantization')}=fp8 computes in bfloat16, but {_variable('dtype')} differs")
         options["precision"] = quantization
-    if (cache := _text(raw, "kv_cache_dtype")) is not None:
+    if (cache := _single_value(raw, "kv_cache_dtype")) is not None:
         options["kv_cache_precision"] = _translate("kv_cache_dtype", cache, _KV_CACHE_PRECISIONS)
     return options
 
 
-def _translate(name: str, value: str, words: Mapping[str, str]) -> str:
-    if value not in words:
+def _translate(name: str, value: str, translations: Mapping[str, str]) -> str:
+    if value not in translations:
         raise ConfigError(
-            f"{_variable(name)}: {value} is not one of {', '.join(words)}",
+            f"{_variable(name)}: {value} is not one of {', '.join(translations)}",
             hint="without this variable, a checkpoint is served in the format in which it is published",
         )
-    return words[value]
+    return translations[value]
 
 
-def _parsed(raw: Mapping[str, Any], env: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
-    """Yield arguments with the values that vLLM's own parser reads."""
+def _parse_with_vllm(raw: Mapping[str, Any], env: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
+    """Yield the fields that the arguments set, with the values from vLLM's own parser."""
     if not raw:
         return
     from peagle.engine.vllm_internals import ServeArguments
@@ -324,7 +325,7 @@ def _parsed(raw: Mapping[str, Any], env: Mapping[str, str]) -> Iterator[tuple[st
     for name, value in raw.items():
         variable = _variable(name)
         if name not in arguments.names:
-            known_variables = [_variable(known) for known in arguments.names]
+            known_variables = [_variable(known_name) for known_name in arguments.names]
             raise ConfigError(f"{variable}: vLLM has no such argument", hint=did_you_mean(variable, known_variables))
         if value is True and not env[variable].strip() and not arguments.is_switch(name):
             continue  # an empty variable sets nothing
@@ -333,6 +334,7 @@ def _parsed(raw: Mapping[str, Any], env: Mapping[str, str]) -> Iterator[tuple[st
             if not isinstance(value, str | bool):
                 raise ConfigError(f"{variable} must be true or false, not {shown(value)}")
             is_on = switch(variable, value) if isinstance(value, str) else value
+            # `arguments.parse` returns the field's value with the switch on: False for `no_x`.
             parsed: Any = arguments.parse(name, []) is is_on
             if parsed == arguments.default(name) and field not in _SAME_OPTIONS:
                 continue
@@ -362,11 +364,11 @@ def _parse_value(arguments: "ServeArguments", name: str, value: Any) -> Any:
         if not values:
             raise ConfigError(f"{variable} needs a value") from None
         raise ConfigError(
-            f"{variable}: vLLM does not accept {shown(' '.join(values))}", hint=_reason(str(error))
+            f"{variable}: vLLM does not accept {shown(' '.join(values))}", hint=_parser_reason(str(error))
         ) from None
 
 
-def _reason(message: str) -> str:
+def _parser_reason(message: str) -> str:
     """Return argparse's message without Python's names and addresses."""
     reason = message.partition(": ")[2]
     lines = [line.strip() for line in reason.splitlines() if "For further information" not in line]
@@ -375,6 +377,6 @@ def _reason(message: str) -> str:
     return "" if reason.startswith(("invalid ", "Value ")) else "; ".join(lines)
 
 
-def _count(limit: Any) -> Any:
+def _plain_limit(limit: Any) -> Any:
     """Return n for `{"count": n}`, vLLM's longer form of a limit."""
     return limit["count"] if isinstance(limit, dict) and limit.keys() == {"count"} else limit

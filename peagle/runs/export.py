@@ -93,7 +93,7 @@ def _export(run: RunDirectory, output_format: Format, *, partial: bool, force: b
 
 
 def _commits_digest(run: RunDirectory, units: list[int]) -> str:
-    """Return a digest of which engine processes committed these units, and when."""
+    """Return a digest of the engine process and the time of each unit's commit."""
     run.read_ahead(units)
     digest = hashlib.sha256()
     for unit in units:
@@ -105,12 +105,13 @@ def _commits_digest(run: RunDirectory, units: list[int]) -> str:
 def _group_with_retries(plan: Plan, committed: list[int]) -> list[list[int]]:
     """Return the committed units in the order of the corpus, each in a group with its retries."""
     first_attempt: dict[int, int] = {}
-    for unit in plan.units:
-        first_attempt[unit.unit] = unit.unit if unit.supersedes is None else first_attempt[unit.supersedes]
+    for planned in plan.units:
+        retried = planned.supersedes
+        first_attempt[planned.unit] = planned.unit if retried is None else first_attempt[retried]
     unit_groups: defaultdict[int, list[int]] = defaultdict(list)
-    for number in committed:
-        unit_groups[first_attempt[number]].append(number)
-    return [unit_groups[number] for number in sorted(unit_groups)]
+    for unit in committed:
+        unit_groups[first_attempt[unit]].append(unit)
+    return [unit_groups[unit] for unit in sorted(unit_groups)]
 
 
 def _write(
@@ -129,8 +130,8 @@ def _write(
         num_rows = write_rows(run, unit_groups, file, formatter)
     num_failed_rows = 0
     with atomic_file(errors) as file:
-        for letter in run.dead_letters():
-            file.write(_json_line(formatter.letter(letter)))
+        for dead_letter in run.dead_letters():
+            file.write(_json_line(formatter.format_dead_letter(dead_letter)))
             num_failed_rows += 1
     result = Export(
         format=output_format,
@@ -164,18 +165,18 @@ class _JsonFormatter:
         self.num_nulls: Counter[str] = Counter()
 
     def to_bytes(self, row: dict[str, Any], unit_finished_at: int) -> bytes:
-        line = self.row(row, unit_finished_at)
+        line = self.format_row(row, unit_finished_at)
         try:
             return _json_line(line, non_finite="refuse")
         except ValueError:
             self.num_nulls.update(name for name, value in row.items() if has_non_finite(value))
             return _json_line(line)
 
-    def row(self, row: dict[str, Any], unit_finished_at: int) -> dict[str, Any]:
+    def format_row(self, row: dict[str, Any], unit_finished_at: int) -> dict[str, Any]:
         return row
 
-    def letter(self, letter: dict[str, Any]) -> dict[str, Any]:
-        return letter
+    def format_dead_letter(self, dead_letter: dict[str, Any]) -> dict[str, Any]:
+        return dead_letter
 
 
 class _OpenAiFormatter(_JsonFormatter):
@@ -187,14 +188,14 @@ class _OpenAiFormatter(_JsonFormatter):
         super().__init__()
         self._run_id = run_id
         plan, manifest = run.plan(), run.manifest()
-        self._is_batch = plan.is_batch
+        self._is_openai_batch = plan.is_batch
         self._paths = {unit.unit: unit.span.path for unit in plan.units}
-        self._chat = bool(manifest["fingerprint"]["prompts"]["chat"])
+        self._is_chat = bool(manifest["fingerprint"]["prompts"]["chat"])
         # Runs of older versions have no served_name.
         self._served_name = {} if manifest.get("served_name") is None else {"model": manifest["served_name"]}
 
-    def row(self, row: dict[str, Any], unit_finished_at: int) -> dict[str, Any]:
-        is_chat = row["url"] == CHAT_URL if self._is_batch else self._chat
+    def format_row(self, row: dict[str, Any], unit_finished_at: int) -> dict[str, Any]:
+        is_chat = row["url"] == CHAT_URL if self._is_openai_batch else self._is_chat
         custom_id = row.get("custom_id")
         return output_line(
             row | self._served_name,
@@ -204,17 +205,17 @@ class _OpenAiFormatter(_JsonFormatter):
             run_id=self._run_id,
         )
 
-    def letter(self, letter: dict[str, Any]) -> dict[str, Any]:
-        row = letter["row"]
+    def format_dead_letter(self, dead_letter: dict[str, Any]) -> dict[str, Any]:
+        row = dead_letter["row"]
         # Clients read this message: show the name of the file, not its path on the server.
-        path = self._paths[letter["unit"]]
-        letter = {**letter, "message": letter["message"].replace(path, path.rpartition("/")[-1])}
-        if letter["reason"] == FAILED and self._served_name:
-            letter["message"] = "the engine failed on this request; the request can be retried"
+        path = self._paths[dead_letter["unit"]]
+        dead_letter = {**dead_letter, "message": dead_letter["message"].replace(path, path.rpartition("/")[-1])}
+        if dead_letter["reason"] == FAILED and self._served_name:
+            dead_letter["message"] = "the engine failed on this request; the request can be retried"
         custom_id = row.get("custom_id") if isinstance(row, dict) else None
-        if custom_id is None and not self._is_batch:
-            custom_id = letter["id"]  # in a batch, this could be the custom_id of another request
-        return error_line(letter, custom_id=None if custom_id is None else str(custom_id), run_id=self._run_id)
+        if custom_id is None and not self._is_openai_batch:
+            custom_id = dead_letter["id"]  # in an OpenAI batch, this could be the custom_id of another request
+        return error_line(dead_letter, custom_id=None if custom_id is None else str(custom_id), run_id=self._run_id)
 
 
 def _write_jsonl(run: RunDirectory, unit_groups: list[list[int]], file: BinaryIO, formatter: _JsonFormatter) -> int:
@@ -233,8 +234,8 @@ def _write_parquet(run: RunDirectory, unit_groups: list[list[int]], file: Binary
     num_rows = 0
     schema = pa.schema([])
     if unit_groups:
-        with open_to_read(run.unit_path(unit_groups[0][0])) as unit:
-            schema = plain_schema(pq.read_schema(unit).remove_metadata())
+        with open_to_read(run.unit_path(unit_groups[0][0])) as unit_file:
+            schema = plain_schema(pq.read_schema(unit_file).remove_metadata())
     # A single unit would be too small for a row group.
     with pq.ParquetWriter(file, schema, compression="zstd") as writer:
         pending: list[pa.RecordBatch] = []
@@ -256,10 +257,10 @@ def _batches(
     batches = read_units(run, unit_group, columns, as_stored=as_stored)
     if len(unit_group) == 1:
         yield from batches
-    elif merged := list(batches):
+    elif unsorted_batches := list(batches):
         ids = [batch for unit in unit_group for batch in read_rows(run.unit_path(unit), frozenset({"id"}))]
         indices = pc.sort_indices(pa.Table.from_batches(ids)["id"])
-        yield from pa.Table.from_batches(merged).take(indices).to_batches(BATCH_ROWS)
+        yield from pa.Table.from_batches(unsorted_batches).take(indices).to_batches(BATCH_ROWS)
 
 
 def batches_in_order(
@@ -269,7 +270,7 @@ def batches_in_order(
 
     Args:
         columns: the columns to read; None means all.
-        as_stored: use the names of the files instead of the internal ones.
+        as_stored: use the column names in the unit files instead of the internal ones.
 
     Raises:
         PeagleError: a unit is damaged.
@@ -294,7 +295,7 @@ _MAX_ANSWERS, _MAX_LINES, _MAX_LINE_CHARS = 2, 4, 100
 
 
 def describe_answers(run: RunDirectory) -> str:
-    """Return the location of a run's answers and a few lines of the first two; empty without answers."""
+    """Return the location of a run's answers and a few lines of the first two; an empty string without answers."""
     batches = read_units(run, sorted(run.committed()), frozenset({"id", "response"}))
     answers = (row for batch in batches for row in batch.slice(length=_MAX_ANSWERS).to_pylist())
     rows = list(islice(answers, _MAX_ANSWERS))

@@ -1,4 +1,4 @@
-"""A client for S3 stores: read, write, conditional writes, listings, and retries.
+"""A client for S3 stores: reads, writes, conditional writes and listings, with retries.
 
 Transient errors are retried with exponential backoff and jitter for a bounded time. A retry may repeat a write whose
 response was lost. This is harmless if the write replaces an object. After a conditional write, the writer recognises
@@ -69,7 +69,7 @@ _HINTS = {
     "SignatureDoesNotMatch": _CHECK_CREDENTIALS,
     "InvalidToken": _CHECK_CREDENTIALS,
     "ExpiredToken": f"the credentials have expired; {_CHECK_CREDENTIALS}",
-    "RequestTimeTooSkewed": "this machine's clock is wrong: set it",
+    "RequestTimeTooSkewed": "set this machine's clock, which is wrong",
     "PermanentRedirect": _CHECK_ENDPOINT,
     "AuthorizationHeaderMalformed": _CHECK_ENDPOINT,
     "QuotaExceeded": "free space in the bucket",
@@ -90,7 +90,7 @@ def status_of(error: Exception) -> int:
 
 
 def is_missing(error: Exception) -> bool:
-    """Whether the object does not exist. A missing bucket is another error, except for a HEAD request."""
+    """Whether the object does not exist. After a HEAD request, the bucket may be missing instead."""
     return code_of(error) in ("NoSuchKey", "404")
 
 
@@ -156,7 +156,7 @@ class ObjectStore:
         self._patience_s = patience_s
         self._cache: OrderedDict[tuple[Address, str], bytes] = OrderedDict()
         self._lock = threading.Lock()
-        self._is_unresponsive = False  # whether the store has stopped responding: then requests have less patience
+        self._is_unresponsive = False  # whether the store has stopped responding; then retries end sooner
 
     # --- reading
 
@@ -179,7 +179,7 @@ class ObjectStore:
     def read_range(self, address: Address, first: int, last: int, etag: str) -> bytes:
         """Return bytes `first` to `last`, inclusive, of an object; StorageError if it no longer has this etag."""
 
-        def piece() -> tuple[bytes, str]:
+        def get_range() -> tuple[bytes, str]:
             try:
                 return self._get(address, Range=f"bytes={first}-{last}", IfMatch=etag)
             except ClientError as error:
@@ -187,19 +187,19 @@ class ObjectStore:
                     raise
                 raise StorageError(f"{address}: was replaced while it was read", hint="repeat the command") from error
 
-        data, _ = self.request(f"{address}: cannot be read", address, piece)
+        data, _ = self.request(f"{address}: cannot be read", address, get_range)
         return data
 
     def read_tail(self, address: Address, num_bytes: int) -> tuple[bytes, int, str]:
         """Return the last bytes of an object, its size and its etag; FileNotFoundError if it does not exist."""
 
-        def tail() -> tuple[bytes, int, str]:
+        def get_tail() -> tuple[bytes, int, str]:
             response = self.api.get_object(Bucket=address.bucket, Key=address.key, Range=f"bytes=-{num_bytes}")
             data = response["Body"].read()
             return data, int(response.get("ContentRange", f"/{len(data)}").rpartition("/")[2]), response["ETag"]
 
         try:
-            return self.request(f"{address}: cannot be read", address, tail)
+            return self.request(f"{address}: cannot be read", address, get_tail)
         except StorageError as error:
             if error.__cause__ is not None and code_of(error.__cause__) == "InvalidRange":  # type: ignore[arg-type]
                 return b"", 0, ""  # a range of an empty object is an error
@@ -251,7 +251,7 @@ class ObjectStore:
         self.request(f"{address}: cannot be written", address, put)
 
     def write_once(self, address: Address, data: bytes) -> bool:
-        """Create an object unless it exists. Exactly one writer gets True, even if its response was lost."""
+        """Create an object unless it exists. Exactly one writer gets True, even if the store's response was lost."""
         writer = uuid.uuid4().hex
 
         def put() -> bool:
@@ -313,7 +313,7 @@ class ObjectStore:
                 if elapsed_s + pause_s > patience_s:
                     self._is_unresponsive = True
                     raise StorageError(
-                        f"{what}: failed for {elapsed_s:.0f} s and {attempt} requests; the last error: {error}",
+                        f"{what}: failed {attempt} times within {elapsed_s:.0f} s; the last error: {error}",
                         hint="make sure that the store is reachable, then repeat the command: committed units are safe;"
                         f" {_CHECK_ENDPOINT}",
                     ) from error

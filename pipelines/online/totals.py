@@ -45,8 +45,8 @@ class TokenPrice:
         decode      seconds after the first token, per step; steps are the tokens of one choice minus accepted drafts
 
     Example: 100 prompt tokens in 0.2 s, then 40 more tokens of one choice in 2 s, 20 of them from drafts, on an engine
-    that costs 0.01 USD per busy second. A prompt token is 0.2 x 0.01 / 100 = 0.00002 USD, an output token 2 x 0.01 /
-    20 = 0.001. If seven other requests ran at the same time, the request itself cost an eighth of that.
+    that costs 0.01 USD per busy second. A prompt token costs 0.2 x 0.01 / 100 = 0.00002 USD, an output token 2 x 0.01
+    / 20 = 0.001. If seven other requests ran at the same time, the request itself cost an eighth of that.
     """
 
     num_requests: float = 0.0
@@ -180,6 +180,7 @@ def merge_old(cells: dict[RequestGroup, Sums], now: int) -> dict[RequestGroup, S
     return result
 
 
+# The format's version, and the fields of each record.
 _FORMAT = [4, *(list(kind.__slots__) for kind in (RequestGroup, Sums, UnitUsage, SpeculationStats, TokenPrice))]
 _log = logging.getLogger("ray.serve")
 
@@ -188,10 +189,10 @@ _log = logging.getLogger("ray.serve")
 class TotalsCheckpoint:
     """The contents of `Totals` and of `RequestReader.marks`."""
 
-    marks: Mapping[str, tuple[int, str]]
+    marks: Mapping[str, tuple[int, str]]  # read position and checksum by file
     cells: dict[RequestGroup, Sums]
-    spent_by_day: Mapping[str, Mapping[int, float]]
-    batches: set[str]
+    spent_by_day: Mapping[str, Mapping[int, float]]  # US dollars by account and day number
+    batches: set[str]  # ids of the batches in `spent_by_day`
     prices: Mapping[str, TokenPrice]
 
 
@@ -221,7 +222,7 @@ def read_checkpoint(path: Path) -> TotalsCheckpoint | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError, IndexError) as error:
-        _log.warning("%s: cannot be used; reading the whole ledger: %s", path, error)
+        _log.warning("%s cannot be used (%s); reading the whole ledger", path, error)
         return None
 
 
@@ -264,8 +265,8 @@ def _parse_cell(values: list[Any]) -> tuple[RequestGroup, Sums]:
 
 
 CHECKPOINT_NAME = "totals.jsonl"
-# The totals are saved after this many new records, which take a second to read. If there are many cells, a
-# quarter as many new records as cells are required, so that writing takes about as long as reading.
+# The totals are saved after this many new records, which take a second to read. If there are many cells, they are
+# saved after one new record per four cells, so that writing takes about as long as reading.
 _MIN_UNSAVED = 20_000
 _CELLS_PER_RECORD = 4
 _MAX_WAIT_S = 2.0
@@ -298,7 +299,7 @@ class Totals:
         self._followers: list[LedgerFollower] = []
         # Followers to attach. They are separate, so that `add_follower` never waits for a long read.
         self._new_followers: list[LedgerFollower] = []
-        self._is_restored = False
+        self._has_tried_checkpoint = False
         self._thread: threading.Thread | None = None
 
     @property
@@ -313,7 +314,7 @@ class Totals:
     def catch_up(self) -> None:
         """Read all new records."""
         with self._lock:
-            if not self._is_restored:
+            if not self._has_tried_checkpoint:
                 self._restore()
             self._attach_followers()
             for request in self._reader.iter_new():
@@ -359,7 +360,7 @@ class Totals:
                 time.sleep(5.0)
 
     def _restore(self) -> None:
-        self._is_restored = True
+        self._has_tried_checkpoint = True
         checkpoint = read_checkpoint(self._checkpoint)
         if checkpoint is None:
             return

@@ -164,7 +164,7 @@ def test_file_system_without_links_is_refused(tmp_path, monkeypatch, code):
     with pytest.raises(ConfigError, match=r"no hard links(.|\n)*NFS") as error:
         files.require_links(tmp_path)
     assert error.value.exit_code == 2
-    with pytest.raises(OSError, match="its file system has no hard links"):
+    with pytest.raises(OSError, match="the file system has no hard links"):
         files.write_once(tmp_path / "a", b"1")
     assert list(tmp_path.iterdir()) == []
 

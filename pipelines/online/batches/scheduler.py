@@ -208,9 +208,11 @@ def estimate(
     if not tokens_usd or not started_sessions:
         return None
     shutdown_s = max_shutdown_s(GenerateConfig.model_fields["grace_s"].default)
-    must_load = not batch_model.lent_slots
+    is_lent = bool(batch_model.lent_slots)  # then the endpoint's engines are already loaded
     usd_per_engine = max(
-        (must_load * (session.load_s + session.compile_s) + shutdown_s) * session.num_devices * session.usd_per_device_s
+        ((0.0 if is_lent else session.load_s + session.compile_s) + shutdown_s)
+        * session.num_devices
+        * session.usd_per_device_s
         for session in started_sessions
     )
     return BatchEstimate(
@@ -237,14 +239,14 @@ class BatchMoney:
 
     def left_usd(self, payers: Sequence[Payer]) -> list[float] | None:
         """Return what is left of each budget, ignoring reservations. None if the spend is still unknown."""
-        left = []
+        left_usd = []
         for payer in payers:
             limit_usd = self._budgets.spending_limit(payer.account, payer.budget_usd, payer.budget_every)
             if (spent_usd := self._spent_usd(payer.account)) is None:
                 return None
             assert limit_usd is not None, "payers have a budget"
-            left.append(limit_usd - spent_usd)
-        return left
+            left_usd.append(limit_usd - spent_usd)
+        return left_usd
 
     def hold(self, batch_id: str, payers: Sequence[Payer], left_usd: Sequence[float], wanted_usd: float) -> float:
         """Reserve the same amount in all budgets, replacing the previous reservation. Returns the amount.
@@ -254,8 +256,8 @@ class BatchMoney:
         previous_usd = {payer.account: self._budgets.reserved_by_batch(batch_id, payer.account) for payer in payers}
         held_usd = wanted_usd
         for _ in range(2):  # the second pass reserves the smallest amount everywhere
-            for payer, left in zip(payers, left_usd, strict=True):
-                held_usd = min(held_usd, self._budgets.reserve_batch(batch_id, payer.account, left, held_usd))
+            for payer, payer_left_usd in zip(payers, left_usd, strict=True):
+                held_usd = min(held_usd, self._budgets.reserve_batch(batch_id, payer.account, payer_left_usd, held_usd))
             if held_usd <= 0:
                 for account, usd in previous_usd.items():
                     self._budgets.restore_batch_reservation(batch_id, account, usd)
@@ -272,7 +274,7 @@ class BatchMoney:
 
 
 _MAX_WITHOUT_ENGINES = 2  # concurrent processes without engines, which validate or collect
-_ATTEMPTS = 3
+_RUN_ATTEMPTS = 3
 _COLLECT_ATTEMPTS = 10  # over 7.5 minutes; many, since the results already exist
 _RETRY_S = 10.0
 _SWEEP_S = 60.0
@@ -315,7 +317,7 @@ class Scheduler:
         self._sessions = SessionReader(settings.ledger)
         self._unfinished: list[Batch] = []
         self._running: dict[str, _Work] = {}
-        self._attempts: Counter[str] = Counter()  # failed attempts at the run, and later at collecting
+        self._attempts: Counter[str] = Counter()  # failed attempts to validate or run, and later to collect
         self._retry_at: dict[str, float] = {}
         self._to_collect: dict[str, tuple[Reason, Errors]] = {}
         """Batches that only need to be collected, so that a failed or postponed collection is retried."""
@@ -390,18 +392,18 @@ class Scheduler:
             return
         budget_usd, batch_estimate = None, None
         if payers := self._money.payers(batch):
-            budget_usd, batch_estimate = self._hold(batch, payers)
+            budget_usd, batch_estimate = self._reserve_expected_cost(batch, payers)
             if not budget_usd:
                 return
         task = make_task(batch, self._settings, self._store, budget_usd=budget_usd)
         self._running[batch.id] = _Work(self._runner.run(task), has_engines=True, estimate=batch_estimate)
 
-    def _hold(self, batch: Batch, payers: Sequence[Payer]) -> tuple[float, BatchEstimate | None]:
+    def _reserve_expected_cost(self, batch: Batch, payers: Sequence[Payer]) -> tuple[float, BatchEstimate | None]:
         """Reserve the expected cost of a batch, or all that is left of its budgets if there is no estimate.
 
         Returns the reserved US dollars (0 if the batch must wait) and the estimate.
         """
-        if not self._is_its_turn(batch, payers) or (left_usd := self._money.left_usd(payers)) is None:
+        if not self._may_reserve(batch, payers) or (left_usd := self._money.left_usd(payers)) is None:
             return 0.0, None
         if min(left_usd) <= 0:
             self._collect(batch, BUDGET)
@@ -419,9 +421,10 @@ class Scheduler:
         return estimate(batch.progress, self._settings.models[model], price, self._sessions.all())
 
     def _raise_reservation(self, batch: Batch, work: _Work, spent_usd: float) -> None:
-        """Raise a run's reservation as the run spends, while budgets last. Borrowed engines' cost is in the ledger."""
+        """Raise a run's reservation as the run spends, while budgets last."""
         if work.estimate is None or not (payers := self._money.payers(batch)):
             return
+        # The ledger already includes the cost of borrowed engines.
         billed_usd = spent_usd if self._settings.lends else 0.0
         wanted_usd, held_usd = work.estimate.wanted_usd(spent_usd) - billed_usd, self._money.held_by(batch.id, payers)
         if (wanted_usd <= held_usd and not billed_usd) or (left_usd := self._money.left_usd(payers)) is None:
@@ -441,7 +444,7 @@ class Scheduler:
         """Return whether another process without engines may start."""
         return sum(not work.has_engines for work in self._running.values()) < _MAX_WITHOUT_ENGINES
 
-    def _is_its_turn(self, batch: Batch, payers: Sequence[Payer]) -> bool:
+    def _may_reserve(self, batch: Batch, payers: Sequence[Payer]) -> bool:
         """Return whether no other batch that shares a budget has started.
 
         The cost of a batch is only known at its end, so two batches could each spend the rest of the budget.
@@ -474,17 +477,17 @@ class Scheduler:
             work.reason = reason
             work.handle.stop(reason)
         try:
-            answer = work.handle.poll()
+            result = work.handle.poll()
         except PeagleError as error:
             self._on_error(batch, work, error)
             return
-        if answer is None:
+        if result is None:
             self._save_counts(batch, work)
             return
-        if isinstance(answer, CheckedInput):
-            self._save_check(batch, answer)
+        if isinstance(result, CheckedInput):
+            self._save_check(batch, result)
         else:
-            self._finish(batch, work, answer)
+            self._finish(batch, work, result)
         del self._running[batch.id]
 
     def _save_counts(self, batch: Batch, work: _Work) -> None:
@@ -517,7 +520,7 @@ class Scheduler:
         self._store.save(batch.id, progress)
 
     def _finish(self, batch: Batch, work: _Work, result: BatchResult) -> None:
-        """Publish the files, record the cost, and save the final status last: after a crash, all is repeated."""
+        """Publish the files, record the cost, and save the final status last: after a crash, everything is repeated."""
         now = self._now()
         if result.record is not None:
             write_batch(self._settings.ledger, result.record)
@@ -534,7 +537,7 @@ class Scheduler:
             return
         _log.error("batch %s: %s", batch.id, error)
         self._attempts[batch.id] += 1
-        max_attempts = _COLLECT_ATTEMPTS if batch.id in self._to_collect else _ATTEMPTS
+        max_attempts = _COLLECT_ATTEMPTS if batch.id in self._to_collect else _RUN_ATTEMPTS
         if self._attempts[batch.id] < max_attempts and not isinstance(error, ConfigError):
             self._retry_at[batch.id] = self._monotonic() + _RETRY_S * self._attempts[batch.id]
             return

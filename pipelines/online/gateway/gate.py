@@ -52,7 +52,7 @@ from pipelines.online.wire import INVOCATIONS_URL, REQUEST_ID_HEADER, Context, h
 _TAGS_HEADER = "x-peagle-tags"
 _ATTRIBUTES_HEADER = "x-amzn-sagemaker-custom-attributes"
 _ATTRIBUTE = re.compile(r"([a-z]+)=([^\s,]+)")
-# Only in the gate's table: the chat and completions routes serve its requests.
+# Only in the gate's table: the chat and completions routes answer the requests to this path.
 _INVOCATIONS = post(INVOCATIONS_URL, Rule.GENERATION)
 _log = logging.getLogger("ray.serve")
 
@@ -115,7 +115,7 @@ class Gate:
         self._routes = (*routes, _INVOCATIONS) if settings.is_behind_sagemaker else tuple(routes)
         self._load = load or Load()
         self._crashes = crashes or EngineCrashes()
-        self._ring = KeyRing(settings.key_file, settings.fixed_keys)
+        self._key_ring = KeyRing(settings.key_file, settings.fixed_keys)
         self._models = {model.name: model for model in settings.models}
         self._limits = KeyLimits(totals_of(settings.ledger))
         self._parse_pool, self._refusal_delay = ParsePool(), RefusalDelay(settings.refusals_per_s)
@@ -142,7 +142,7 @@ class Gate:
                 _log.error("request %s failed", request_id, exc_info=error)
             else:
                 self._refusal_log.log(scope, refusal)
-        # The error might be delayed; its traceback would keep the request's body in memory.
+        # The answer might be delayed. Until then, the error's traceback would keep the request's body in memory.
         refusal.__traceback__ = refusal.__context__ = refusal.__cause__ = None
         await answer.fail(refusal)
 
@@ -181,8 +181,8 @@ class Gate:
             settings = self._settings
             require_plain(scope)
             require_length(scope, settings.max_upload_bytes)
-            timeouts = settings.body_timeout_s, settings.request_timeout_s
-            receive = Upload(receive, answer.send, settings.max_upload_bytes, *timeouts)
+            max_bytes, piece_timeout_s = settings.max_upload_bytes, settings.body_timeout_s
+            receive = Upload(receive, answer.send, max_bytes, piece_timeout_s, settings.request_timeout_s)
             answer.close_unless_read(receive)
         await self._app(self._forwarded_scope(request, body=body), receive, answer.send)
 
@@ -194,7 +194,7 @@ class Gate:
         scheme, _, key = (header(scope, "authorization") or "").partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             raise ApiError(401, "send an API key: Authorization: Bearer KEY", code="missing_api_key")
-        record = self._ring.find(key.strip())
+        record = self._key_ring.find(key.strip())
         if record is None:
             raise ApiError(401, "invalid API key", code="invalid_api_key")
         if record.is_expired():
@@ -251,9 +251,9 @@ class Gate:
             self._limits.settle(permit, request.answer.used)
 
     async def _forward(self, request: _Request, scope: Scope, model: str, body: bytes) -> None:
-        answer, limit_s = request.answer, self._settings.request_timeout_s
+        answer, timeout_s = request.answer, self._settings.request_timeout_s
         try:
-            async with asyncio.timeout(limit_s) as limit:
+            async with asyncio.timeout(timeout_s) as timeout:
                 if self._prompts:
                     key, path = request.key.name, request.route.path
                     await self._prompts.write(request_id=request.request_id, key=key, path=path, model=model, body=body)
@@ -263,10 +263,10 @@ class Gate:
             answer.abandon()
             raise
         except TimeoutError:
-            if not limit.expired():
+            if not timeout.expired():
                 raise
             answer.abandon()
-            raise ApiError(504, f"the answer took longer than {limit_s:g} s", code="timeout") from None
+            raise ApiError(504, f"the answer took longer than {timeout_s:g} s", code="timeout") from None
 
     async def _read(self, request: _Request) -> bytes:
         require_plain(request.scope)

@@ -73,6 +73,7 @@ class WatchedFile(Generic[T]):
 
 
 def _version(path: Path) -> tuple[int, int]:
+    """Return a value that changes with the file. Missing and unreadable files have versions, too."""
     try:
         status = path.stat()
     except FileNotFoundError:
@@ -90,7 +91,10 @@ LOCAL_NAME = "local"  # the key name of requests to an endpoint without keys
 
 
 class KeyRecord(TagOptions):
-    """A stored API key with its limits; null is unlimited. `tags` are added to all its requests and batches."""
+    """A stored API key with its limits; null is unlimited, except where noted.
+
+    `tags` are added to all requests and batches of the key.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -105,7 +109,7 @@ class KeyRecord(TagOptions):
     max_parallel_requests: int | None = Field(default=None, ge=1)  # concurrent requests to engines
     budget_usd: float | None = Field(default=None, gt=0)  # budget for all requests and batches of the key together
     budget_every: Every | None = None  # the budget's period; null is all time
-    # max_stored_mib, max_stored_files: including outputs of batches; null is the endpoint's default
+    # Both limits of stored files include the outputs of batches; null is the endpoint's default.
     max_stored_mib: int | None = Field(default=None, ge=1)
     max_stored_files: int | None = Field(default=None, ge=1)
     max_unfinished_batches: int | None = Field(default=None, ge=1)  # null is the endpoint's default
@@ -121,26 +125,27 @@ class KeyRecord(TagOptions):
 
     def describe_budget(self) -> str:
         period = f" a {self.budget_every}" if self.budget_every else ""
-        return f"the budget of ${self.budget_usd or 0:g}{period} of this key"
+        return f"the budget of ${self.budget_usd or 0:g}{period} for this key"
 
     def is_expired(self) -> bool:
         return self.expires_at is not None and self.expires_at <= time.time()
 
     def without_hash(self) -> Self:
-        """Return a copy without the hash, which can be stored or sent elsewhere."""
+        """Return a copy without the hash, safe to store or send elsewhere."""
         return self.model_copy(update={"sha256": _NO_HASH})
 
 
 def new_key(name: str, **limits: Any) -> tuple[str, KeyRecord]:
     """Create a key. Returns the secret, which is not stored anywhere, and the record."""
-    key = _PREFIX + secrets.token_urlsafe(32)
-    return key, _record({"name": name, "sha256": digest(key), "created_at": time.time(), **limits}, where="the key")
+    secret = _PREFIX + secrets.token_urlsafe(32)
+    values = {"name": name, "sha256": digest(secret), "created_at": time.time(), **limits}
+    return secret, _record(values, where="the key")
 
 
 def rotate(record: KeyRecord) -> tuple[str, KeyRecord]:
     """Return a new secret and its record. The old secret becomes invalid; name, limits, files and spend stay."""
-    key = _PREFIX + secrets.token_urlsafe(32)
-    return key, record.model_copy(update={"sha256": digest(key)})
+    secret = _PREFIX + secrets.token_urlsafe(32)
+    return secret, record.model_copy(update={"sha256": digest(secret)})
 
 
 def with_limits(record: KeyRecord, **limits: Any) -> KeyRecord:
@@ -154,9 +159,9 @@ def digest(key: str) -> str:
 
 def find(key: str, records: Sequence[KeyRecord]) -> KeyRecord | None:
     """Return the record of a key. Compares with every record in constant time."""
-    presented, match = digest(key), None
+    key_digest, match = digest(key), None
     for record in records:
-        if hmac.compare_digest(presented, record.sha256):
+        if hmac.compare_digest(key_digest, record.sha256):
             match = record
     return match
 
@@ -200,7 +205,7 @@ def keys_from_environment(environment: Mapping[str, str] = os.environ) -> tuple[
     for entry in filter(None, (part.strip() for part in environment.get(ENVIRONMENT, "").split(","))):
         name, separator, key = (part.strip() for part in entry.partition("="))
         if not separator or len(key) < _MIN_KEY_CHARS:
-            raise ConfigError(f"{ENVIRONMENT}: each entry must be NAME=KEY with {_MIN_KEY_CHARS} characters or more")
+            raise ConfigError(f"{ENVIRONMENT}: each entry must be NAME=KEY, and KEY at least {_MIN_KEY_CHARS} characters")
         records.append(_record({"name": name, "sha256": digest(key)}, where=ENVIRONMENT))
     return tuple(records)
 
@@ -242,7 +247,7 @@ def _record(values: Any, *, where: str) -> KeyRecord:
 
 
 LOCAL = KeyRecord(name=LOCAL_NAME, sha256=_NO_HASH, is_operator=True)
-"""The client of an endpoint without keys."""
+"""The key record of all clients of an endpoint without keys."""
 
 
 Payer = KeyRecord | SharedBudget
@@ -259,7 +264,7 @@ class SharedBudgets:
         return self._file.records()
 
     def of_tags(self, tags: str) -> list[SharedBudget]:
-        """Return the budgets that apply to these tags, which are in the form of a ledger record."""
+        """Return the budgets that apply to these tags, in the format of ledger records."""
         accounts = tag_accounts(tags)
         return [budget for budget in self._file.records() if budget.account in accounts]
 

@@ -184,7 +184,7 @@ def test_report_is_written_after_an_interrupt(run, write_head_folder, tmp_path):
         run(SecondEngineFails(KeyboardInterrupt()), drafter=str(write_head_folder()), num_speculative_tokens="2,3")
     report = json.loads((tmp_path / "out" / "report.json").read_bytes())
     assert [cell["k"] for cell in report["cells"]] == [2]
-    assert report["notes"] == ["Not finished: 1 cells remain."]
+    assert report["notes"] == ["Not finished: 1 of 2 cells remain."]
 
 
 def test_acceptance_is_measured_without_drafts_per_request(run, write_head_folder):

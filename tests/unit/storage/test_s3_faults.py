@@ -154,7 +154,7 @@ def test_unavailable_store_times_out(s3_with_short_timeouts, monkeypatch):
     assert 0.3 < time.monotonic() - started_at < 60  # by default, it takes minutes until a request times out
     for words in (
         "s3://bucket/run/unit-2: cannot be written",
-        "requests; the last error",
+        "s; the last error",
         "SlowDown",
         "committed units are safe",
     ):
