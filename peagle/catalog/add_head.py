@@ -26,7 +26,7 @@ from peagle.errors import CatalogError, ConfigError, DrafterError
 from peagle.files import write_atomic
 
 _UNMEASURED = "`peagle models add`; not measured"
-_INHERITED = "not measured with this head; source for the previous head: "  # stored on cards
+_INHERITED = "not measured with this head; source for the previous head: "  # prefix of a row's source on a card
 _UNKNOWN = "not confirmed"
 
 
@@ -70,7 +70,7 @@ def add_head(
     check_weights(read_shapes(folder), facts)
     card = card.model_copy(update={"name": _checked_name(name or card.name)})
     head_folder = peagle_home().resolve() / HEADS / f"{card.name}-{facts.method}-{folder_fingerprint(folder)[:8]}"
-    former_head = card.heads.get(facts.method)
+    previous_head = card.heads.get(facts.method)
     if num_speculative_tokens is not None and num_speculative_tokens < 1:
         raise ConfigError(f"K must be at least 1, got {num_speculative_tokens}")
     if max_concurrency is not None and max_concurrency < 1:
@@ -87,13 +87,13 @@ def add_head(
     rows = _speculation_rows(card, facts, num_speculative_tokens, max_concurrency)
     values = {"heads": {**card.heads, facts.method: head}, "speculation": rows}
     card = ModelCard.model_validate(card.model_copy(update=values).model_dump())
-    _copy(folder, head_folder)
+    _copy_head(folder, head_folder)
     path = peagle_home() / "models" / f"{card.name}.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = yaml.safe_dump(card.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
-    write_atomic(path, f"# Written by `peagle models add`.\n{text}".encode())
+    card_yaml = yaml.safe_dump(card.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
+    write_atomic(path, f"# Written by `peagle models add`.\n{card_yaml}".encode())
     return AddedHead(
-        card=card, path=path, facts=facts, folder=head_folder, replaced=former_head.id if former_head else None
+        card=card, path=path, facts=facts, folder=head_folder, replaced=previous_head.id if previous_head else None
     )
 
 
@@ -112,15 +112,15 @@ def _speculation_rows(
 ) -> list[SpeculationRow]:
     """Return the card's rows with this head instead of the previous one.
 
-    Measured concurrency limits are kept and, for a head of the same method, K too. A platform without rows gets a row
-    for any concurrency.
+    Without `max_concurrency`, previous limits of concurrency are kept and, for a head of the same method, K too. A
+    platform without rows gets a row for any concurrency.
     """
     rows: list[SpeculationRow] = []
     platforms: tuple[Platform, ...] = ("cpu", "cuda")
     for platform in platforms:
-        former_rows = [row for row in card.speculation if row.platform == platform]
-        if max_concurrency is None and any(row.method != "none" for row in former_rows):
-            for row in former_rows:
+        previous_rows = [row for row in card.speculation if row.platform == platform]
+        if max_concurrency is None and any(row.method != "none" for row in previous_rows):
+            for row in previous_rows:
                 if row.method == "none":
                     rows.append(row)
                     continue
@@ -146,7 +146,7 @@ def _speculation_rows(
 def _find_target(
     folder: Path, target: str, name: str | None, announce: Callable[[str], None]
 ) -> tuple[ModelCard, Mapping[str, Any]]:
-    """Return a target's card, and its `config.json` or the equivalent facts from the card."""
+    """Return a target's card, and its `config.json` or the same sizes from the card."""
     catalog = load_catalog()
     card = catalog.find(embedded_of_upstream(target) or target)
     if card is None:
@@ -166,8 +166,8 @@ def _find_target(
         raise CatalogError(
             f"the catalog already has another model named {existing_card.name}", hint="set another --name"
         )
-    facts = card.architecture
-    config = {"hidden_size": facts.hidden_size, "num_hidden_layers": facts.num_layers, "vocab_size": facts.vocab_size}
+    sizes = card.architecture
+    config = {"hidden_size": sizes.hidden_size, "num_hidden_layers": sizes.num_layers, "vocab_size": sizes.vocab_size}
     if None in config.values():
         config = dict(resolve_model(target, announce=announce).config)
     return card, config
@@ -175,7 +175,7 @@ def _find_target(
 
 def _new_card(path: str, config: Mapping[str, Any], name: str | None) -> ModelCard:
     """Return a card with the facts from `config.json` of a target outside the catalog."""
-    text = config.get("text_config") or config
+    text_config = config.get("text_config") or config
     is_folder = Path(path).is_absolute()
     source = "`peagle models add`"
     card = {
@@ -185,12 +185,12 @@ def _new_card(path: str, config: Mapping[str, Any], name: str | None) -> ModelCa
         "source": {"kind": "folder" if is_folder else "huggingface", "id": path},
         "licence": {"name": _UNKNOWN, "source": source},
         "architecture": {
-            "family": str(text.get("model_type", _UNKNOWN)),
-            "hidden_size": text["hidden_size"],
-            "num_layers": text["num_hidden_layers"],
-            "vocab_size": text["vocab_size"],
+            "family": str(text_config.get("model_type", _UNKNOWN)),
+            "hidden_size": text_config["hidden_size"],
+            "num_layers": text_config["num_hidden_layers"],
+            "vocab_size": text_config["vocab_size"],
             "num_parameters": None,
-            "context_tokens": text.get("max_position_embeddings"),
+            "context_tokens": text_config.get("max_position_embeddings"),
             "source": f"config.json of {path}",
         },
         "precision": {"options": ["bf16"], "source": _UNMEASURED},
@@ -206,16 +206,16 @@ def _checked_name(name: str) -> str:
     return name
 
 
-def _copy(source: Path, folder: Path) -> None:
-    if folder.exists():  # the same head was already added
+def _copy_head(source: Path, destination: Path) -> None:
+    if destination.exists():  # the same head was already added
         return
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", dir=destination.parent))
     try:
         for file in source.iterdir():
             if file.is_file() and not file.name.startswith("."):
                 shutil.copyfile(file, staging / file.name)
         staging.chmod(0o755)
-        staging.rename(folder)
+        staging.rename(destination)
     finally:
         shutil.rmtree(staging, ignore_errors=True)

@@ -169,8 +169,8 @@ class TrainConfig(PriceOptions, TagOptions):
     @classmethod
     def _check_prompts(cls, value: Any) -> Any:
         sources = [str(source) for source in (value if isinstance(value, list) else [value])]
-        if other := [source for source in sources if "://" in source and not source.startswith(SCHEME)]:
-            raise ValueError(f"{other[0]} is neither a local path nor in S3")
+        if unsupported := [source for source in sources if "://" in source and not source.startswith(SCHEME)]:
+            raise ValueError(f"{unsupported[0]} is neither a local path nor in S3")
         return sources
 
     @field_validator("exclude", mode="before")
@@ -191,7 +191,7 @@ class TrainConfig(PriceOptions, TagOptions):
                 f" {self.num_depths} tokens"
             )
         if self.algorithm == "dspark" and self.num_depths == 1:
-            raise ValueError("num_depths: a dspark head requires at least 2, because vLLM loads no block of one token")
+            raise ValueError("num_depths: a dspark head requires at least 2, because vLLM loads no blocks of one token")
         if self.on_the_fly and self.features is not None:
             raise ValueError("features and on_the_fly cannot be combined: on_the_fly does not store hidden states")
         return self
@@ -201,6 +201,7 @@ class TrainConfig(PriceOptions, TagOptions):
 
     @property
     def response_sources(self) -> list[str]:
+        """Return the corpora to train on. Before the target has answered, return the folders of both runs."""
         if self.responses == "given":
             return self.prompts
         runs = [self.responses_folder(mode) for mode in DECODING_MODES]

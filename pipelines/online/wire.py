@@ -27,8 +27,8 @@ PEAGLE_KEY = "peagle"
 ShownUsage = Literal["never", "last", "each"]
 """Which events of a stream show usage to the client."""
 _CONTEXT_HEADER = "x-peagle-context"
-_DATA = "data: "
-_END = "\n\n"
+_EVENT_PREFIX = "data: "
+_EVENT_END = "\n\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class Context:
     key: str
     account: str = ""
     tags: str = NO_TAGS  # merged tags of the endpoint, the key and the request, as JSON
-    num_choices: int = 1  # number of choices of all prompts
+    num_choices: int = 1  # total number of choices over all prompts
     cap_tokens: int | None = None  # maximum output tokens of a chat without max_tokens; None is unlimited
     shown_usage: ShownUsage = "never"  # which events of the stream show usage
     # Unix time at which an earlier engine, which crashed, received the request; None on the first attempt
@@ -112,7 +112,7 @@ class AnswerTally:
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     speculation: SpeculationStats = field(default_factory=SpeculationStats.empty)
-    # choices for each prompt of a completion with several prompts, numbered consecutively
+    # number of choices per prompt if a completion has several prompts; their choices are numbered consecutively
     choices_per_prompt: int | None = None
     _tokens_of_choice: dict[int, int] = field(default_factory=dict, compare=False)  # output tokens
     _tokens_of_prompt: dict[int, int] = field(default_factory=dict, compare=False)  # prompt tokens
@@ -133,6 +133,7 @@ class AnswerTally:
             )
 
     def read_event(self, event: Mapping[str, Any]) -> None:
+        """Read the usage of any event of a stream: of one choice and its prompt, or of the whole answer at the end."""
         self.read(event)
         if event.get("usage") and (choices := event.get("choices")):
             choice = choices[0].get("index") or 0
@@ -145,21 +146,21 @@ class AnswerTally:
 
 def events(text: str) -> Iterator[dict[str, Any] | str]:
     """Yield the events of a stream's text: JSON objects are parsed, everything else (such as [DONE]) stays text."""
-    for event in text.split(_END):
+    for event in text.split(_EVENT_END):
         if not event:
             continue
         try:
-            value = json.loads(event.removeprefix(_DATA))
+            value = json.loads(event.removeprefix(_EVENT_PREFIX))
         except ValueError:
             value = None
-        yield value if isinstance(value, dict) else event + _END
+        yield value if isinstance(value, dict) else event + _EVENT_END
 
 
 def to_text(event: Mapping[str, Any] | str) -> str:
     """Format an event; the inverse of `events`."""
     if isinstance(event, str):
         return event
-    return f"{_DATA}{json.dumps(event, ensure_ascii=False, separators=(',', ':'))}{_END}"
+    return f"{_EVENT_PREFIX}{json.dumps(event, ensure_ascii=False, separators=(',', ':'))}{_EVENT_END}"
 
 
 Headers = Iterable[tuple[bytes, bytes]]
@@ -168,7 +169,8 @@ Headers = Iterable[tuple[bytes, bytes]]
 def header(scope: Scope, name: str) -> str | None:
     encoded_name = name.encode()
     return next(
-        (value.decode("latin-1") for key, value in scope.get("headers", []) if key.lower() == encoded_name), None
+        (value.decode("latin-1") for raw_name, value in scope.get("headers", []) if raw_name.lower() == encoded_name),
+        None,
     )
 
 
@@ -188,7 +190,8 @@ def error_response(error: ApiError) -> tuple[dict[str, str], bytes]:
 
 
 def error_event(error: ApiError) -> str:
-    return f"{_DATA}{json.dumps(error.body())}{_END}"  # in ASCII, since it may contain text from the client
+    # In ASCII, since the message may quote text from the client.
+    return f"{_EVENT_PREFIX}{json.dumps(error.body())}{_EVENT_END}"
 
 
 def path_refusal(scope: Scope) -> ApiError | None:

@@ -143,8 +143,8 @@ def session_labels(sessions: Iterable[EngineSession]) -> list[str]:
     return _labels(is_fake, any(session.price_basis == "assumed" for session in sessions))
 
 
-def _labels(is_fake: bool, is_assumed: bool) -> list[str]:
-    return [FAKE_ENGINE] * bool(is_fake) + [ASSUMED] * is_assumed
+def _labels(is_fake: bool, is_price_assumed: bool) -> list[str]:
+    return [FAKE_ENGINE] * bool(is_fake) + [ASSUMED] * is_price_assumed
 
 
 def format_price(price: Mapping[str, Any]) -> str:
@@ -152,16 +152,16 @@ def format_price(price: Mapping[str, Any]) -> str:
 
     For example "$0.10264 per hour for 2 vCPUs (c7a.large, on-demand, aws us-east-1; assumed)".
     """
-    num = price["num_devices"]
-    device = f"{price['accelerator'] or 'accelerator'}" if price["device"] == "accelerator" else "vCPU"
-    plural = "s" if num != 1 and device in ("vCPU", "accelerator") else ""
+    num_devices = price["num_devices"]
+    device = price["accelerator"] or "accelerator" if price["device"] == "accelerator" else "vCPU"
+    plural = "s" if num_devices != 1 and device in ("vCPU", "accelerator") else ""
     place = f"{price['provider']} {price['region']}".strip()
     market = price["market"].replace("_", "-")
     origin = ", ".join(part for part in (price["instance_type"], market, place) if part)
     basis = f"; {price['basis']}" if price.get("basis") else ""  # missing in older reports
     if price["market"] == "fixed":
         origin, basis = "stated by the user", ""
-    return f"${price['usd_per_hour']:g} per hour for {num} {device}{plural} ({origin}{basis})"
+    return f"${price['usd_per_hour']:g} per hour for {num_devices} {device}{plural} ({origin}{basis})"
 
 
 def saved_lines(saved: Mapping[str, Any], counts: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -169,10 +169,10 @@ def saved_lines(saved: Mapping[str, Any], counts: Mapping[str, Any]) -> list[tup
     prompt, cached = counts["num_prompt_tokens"], counts["num_cached_tokens"]
     share = f" ({format_share(cached / prompt)})" if prompt else ""
     lines = (
-        ("drafter", _speculation(saved["speculation"])),
-        ("spot", _spot(saved["spot"])),
+        ("drafter", _speculation_text(saved["speculation"])),
+        ("spot", _spot_text(saved["spot"])),
         ("cached", f"{format_count(cached)} of {format_count(prompt)} prompt tokens{share}"),
-        ("prompts", _prompt_and_generation(saved)),
+        ("prompts", _prompt_and_generation_text(saved)),
     )
     return [(name, text) for name, text in lines if text]
 
@@ -183,22 +183,22 @@ def savings_of_run(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(name, text) for name, text in lines if name != "cached"]
 
 
-def _speculation(savings: Mapping[str, Any]) -> str:
+def _speculation_text(savings: Mapping[str, Any]) -> str:
     known_text = ""
     if savings["usd"] is not None:
         error = "(error unknown)" if savings["error_usd"] is None else f"± {format_usd(savings['error_usd'])}"
-        cost, plain_cost = format_usd(savings["with_usd"]), format_usd(savings["without_usd"])
+        cost, cost_without = format_usd(savings["with_usd"]), format_usd(savings["without_usd"])
         known_text = (
             f"{format_usd(abs(savings['usd']))} {error} {_saved_or_lost(savings['usd'])}: "
-            f"generation cost {cost}, without a drafter {plain_cost}; "
+            f"generation cost {cost}, without a drafter {cost_without}; "
             f"acceptance length {savings['acceptance_length']:.2f}, "
             f"break-even {savings['break_even_acceptance_length']:.2f}"
         )
-    reason = "its step times were not measured, or its drafts were not counted"
+    reason = "the drafter's step times were not measured, or its drafts were not counted"
     return _with_unknown(known_text, savings["unknown_usd"], reason)
 
 
-def _spot(savings: Mapping[str, Any]) -> str:
+def _spot_text(savings: Mapping[str, Any]) -> str:
     known_text = ""
     if savings["usd"] is not None:
         known_text = (
@@ -208,7 +208,7 @@ def _spot(savings: Mapping[str, Any]) -> str:
     return _with_unknown(known_text, savings["unknown_usd"], "there is no on-demand price")
 
 
-def _prompt_and_generation(saved: Mapping[str, Any]) -> str:
+def _prompt_and_generation_text(saved: Mapping[str, Any]) -> str:
     known_text = ""
     if saved["prompt_usd"] is not None:
         known_text = f"{format_usd(saved['prompt_usd'])}, and generation {format_usd(saved['generation_usd'])}"

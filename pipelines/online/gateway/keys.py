@@ -205,7 +205,7 @@ def keys_from_environment(environment: Mapping[str, str] = os.environ) -> tuple[
     for entry in filter(None, (part.strip() for part in environment.get(ENVIRONMENT, "").split(","))):
         name, separator, key = (part.strip() for part in entry.partition("="))
         if not separator or len(key) < _MIN_KEY_CHARS:
-            raise ConfigError(f"{ENVIRONMENT}: each entry must be NAME=KEY, and KEY at least {_MIN_KEY_CHARS} characters")
+            raise ConfigError(f"{ENVIRONMENT}: expected NAME=KEY, with a KEY of at least {_MIN_KEY_CHARS} characters")
         records.append(_record({"name": name, "sha256": digest(key)}, where=ENVIRONMENT))
     return tuple(records)
 

@@ -113,33 +113,33 @@ class GuardedRoute(APIRoute):
 
         FastAPI itself would validate in the event loop and block all streams.
         """
-        handle, field = super().get_route_handler(), self.body_field
+        fastapi_handler, field = super().get_route_handler(), self.body_field
         if field is None:
-            return handle
+            return fastapi_handler
 
-        def check(values: Any) -> Any:
+        def validate(values: Any) -> Any:
             value, errors = validate_body(field, values)
             if errors:
                 raise RequestValidationError(errors)
             return value
 
-        async def check_and_handle(request: Request) -> Response:
+        async def validate_and_handle(request: Request) -> Response:
             body = gate_pass_of(request).body
-            assert body is not None, "checked by `handle`"
-            value = await body.validate_in_thread(check)
-            return await handle(_CheckedRequest(request.scope, value))
+            assert body is not None, "checked by `GuardedRoute.handle`"
+            value = await body.validate_in_thread(validate)
+            return await fastapi_handler(_ValidatedRequest(request.scope, value))
 
-        return check_and_handle
+        return validate_and_handle
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request. Raises 500 without the gate's pass for this route, 422 for an unknown query parameter."""
         gate_pass = scope.get(PASS)
-        is_gate_pass = (
+        has_valid_pass = (
             isinstance(gate_pass, GatePass)
             and gate_pass.route == (scope["method"], self.path)
             and (self.body_field is None or gate_pass.body is not None)
         )
-        if not is_gate_pass:
+        if not has_valid_pass:
             _log.error("%s %s was reached without the gate's pass: %r", scope["method"], self.path, gate_pass)
             raise ApiError(500, "internal server error; the request can be retried", code="internal_error")
         parameters = {field.alias for field in self.dependant.query_params}
@@ -150,7 +150,7 @@ class GuardedRoute(APIRoute):
         await super().handle(scope, receive, send)
 
 
-class _CheckedRequest(Request):
+class _ValidatedRequest(Request):
     def __init__(self, scope: Scope, value: Any) -> None:
         super().__init__(scope)
         self._value = value
@@ -205,7 +205,7 @@ def _pattern(path: str) -> re.Pattern[str]:
 
 _HOST = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:[0-9]+)?", re.IGNORECASE)
 _ORIGIN = re.compile(f"https?://{_HOST.pattern}", re.IGNORECASE)
-_HINT = "use localhost, 127.0.0.1 or [::1], or start the endpoint with --keys"
+_LOCAL_HINT = "use localhost, 127.0.0.1 or [::1], or start the endpoint with --keys"
 
 
 def require_local(scope: Scope) -> None:
@@ -223,9 +223,9 @@ def require_local(scope: Scope) -> None:
     headers = Headers(scope=scope)
     host, origin = headers.get("host", ""), headers.get("origin")
     if not _HOST.fullmatch(host):
-        raise _refusal(f"does not serve the host name {shown(host)}: {_HINT}")
+        raise _refusal(f"does not serve the host name {shown(host)}: {_LOCAL_HINT}")
     if origin is not None and not _ORIGIN.fullmatch(origin):
-        raise _refusal(f"does not serve web pages of {shown(origin)}: {_HINT}")
+        raise _refusal(f"does not serve web pages of {shown(origin)}: {_LOCAL_HINT}")
 
 
 def _refusal(reason: str) -> ApiError:
