@@ -134,6 +134,7 @@ def _require_decoder(folder: Path, config: Any, layer: Any) -> None:
 
 
 def _single_rope(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parameters of one rotary embedding that Llama supports."""
     if "rope_theta" not in parameters:
         by_type = {name: value for name, value in parameters.items() if isinstance(value, Mapping)}
         parameters = by_type.get("full_attention") or next(iter(by_type.values()), parameters)

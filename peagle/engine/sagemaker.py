@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 PREFIX = "SM_VLLM_"
 SPECULATIVE_CONFIG_VARIABLE = "SM_VLLM_SPECULATIVE_CONFIG"
 MODEL_FOLDER = Path("/opt/ml/model")  # SageMaker puts the model data here before it starts the container
-# Does not change drafts. peagle always sets it; the vLLM in AWS's container may not support it.
+# A key that does not change drafts. peagle always sets it; the vLLM in AWS's container may not support it.
 _LOCAL_ARGMAX = "use_local_argmax_reduction"
 _SPECULATIVE_KEYS = (
     "method",
@@ -64,6 +64,7 @@ _VARIABLES_OF = {
     "engine_args": ("SM_VLLM_*",),
 }
 _YES, _NO = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
+# Arguments that become options with another name or form.
 _TRANSLATED = ("max_model_len", "kv_cache_memory_bytes", "limit_mm_per_prompt", "allowed_media_domains")
 _HANDLED_SEPARATELY = ("model", "speculative_config", "served_model_name", "dtype", "quantization", "kv_cache_dtype")
 _CORS_HINT = "web pages of other sites cannot call the endpoint: add CORS headers with a reverse proxy"

@@ -28,7 +28,7 @@ from peagle.errors import StorageError
 _Result = TypeVar("_Result")
 _PATIENCE_S = 120.0  # how long transient errors are retried
 SHORT_PATIENCE_S = 15.0  # for a store that never responded, or stopped responding
-_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.2, 10.0
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 0.2, 10.0
 _WRITER_KEY = "peagle-writer"
 _store_lock = threading.Lock()
 _MAX_CACHED, _MAX_CACHED_BYTES = 4096, 1 << 15  # objects in the cache, and bytes of each; for heartbeats and the like
@@ -308,7 +308,7 @@ class ObjectStore:
                     raise FileNotFoundError(f"{address}: no such object") from error
                 if not is_transient(error):
                     raise permanent_error(what, error) from error
-                pause_s = min(_LAST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(attempt - 1, 16)) * random.uniform(0.5, 1)
+                pause_s = min(_MAX_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(attempt - 1, 16)) * random.uniform(0.5, 1)
                 elapsed_s = time.monotonic() - started_at
                 if elapsed_s + pause_s > patience_s:
                     self._is_unresponsive = True

@@ -134,8 +134,8 @@ class Sums:
     num_requests: int = 0
     num_cut: int = 0  # requests whose client disconnected
     usd: float = 0.0
-    request_s: float = 0.0
-    shares_s: float = 0.0  # the requests' busy seconds
+    request_s: float = 0.0  # total duration of the requests, without batches
+    shares_s: float = 0.0  # the same requests' busy seconds
 
     def add(self, request: RequestUsage) -> None:
         if not request.is_batch:
@@ -256,12 +256,12 @@ def _read(lines: Iterator[bytes]) -> TotalsCheckpoint:
 
 
 def _parse_cell(values: list[Any]) -> tuple[RequestGroup, Sums]:
-    group, (usage, *counts) = values
+    group, (usage, *other_sums) = values
     fields = dict(zip(UnitUsage.__slots__, usage, strict=True))
     drafts = dict(zip(SpeculationStats.__slots__, fields["speculation"], strict=True))
     for name in ("accepted_per_position", "verified_per_position"):
         drafts[name] = tuple(drafts[name])
-    return RequestGroup(*group), Sums(UnitUsage(**fields | {"speculation": SpeculationStats(**drafts)}), *counts)
+    return RequestGroup(*group), Sums(UnitUsage(**fields | {"speculation": SpeculationStats(**drafts)}), *other_sums)
 
 
 CHECKPOINT_NAME = "totals.jsonl"

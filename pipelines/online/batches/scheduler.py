@@ -320,7 +320,7 @@ class Scheduler:
         self._attempts: Counter[str] = Counter()  # failed attempts to validate or run, and later to collect
         self._retry_at: dict[str, float] = {}
         self._to_collect: dict[str, tuple[Reason, Errors]] = {}
-        """Batches that only need to be collected, so that a failed or postponed collection is retried."""
+        """Batches whose results only need to be collected, until a collection succeeds."""
         self._next_sweep = -math.inf
         self._start_numbers: Counter[str] = Counter()
         """Sequence number of the latest start, by key name."""

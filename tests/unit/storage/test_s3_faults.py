@@ -29,7 +29,7 @@ WRITE_FAULTS = [500, 503, 409, "connection_cut", "response_lost"]
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch):
     monkeypatch.setattr(s3_client, "_FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr(s3_client, "_LAST_PAUSE_S", 0.05)
+    monkeypatch.setattr(s3_client, "_MAX_PAUSE_S", 0.05)
 
 
 @pytest.fixture
