@@ -93,7 +93,7 @@ class SageMaker:
         existing = {"endpoint": endpoint, "endpoint configuration": config, "model": model}
         kinds = tuple(kind for kind, description in existing.items() if description is not None)
         if not kinds:
-            raise ConfigError(f"SageMaker has nothing called {name}", hint=self._list_endpoints())
+            raise ConfigError(f"SageMaker has nothing called {name}", hint=self._hint_existing_endpoints())
         for kind in kinds:
             self._delete(kind, name)
         created_at = endpoint and endpoint.get("CreationTime")
@@ -192,7 +192,7 @@ class SageMaker:
                 f"SageMaker has no instance type {instance_type}", hint=did_you_mean(instance_type, instance_types)
             )
 
-    def _list_endpoints(self) -> str:
+    def _hint_existing_endpoints(self) -> str:
         with _explain_errors("the list of endpoints"):
             names = [endpoint["EndpointName"] for endpoint in self._api.list_endpoints()["Endpoints"]]
         return f"existing endpoints: {', '.join(names)}" if names else "there is no endpoint in this region"

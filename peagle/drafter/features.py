@@ -1,7 +1,7 @@
 """The target's hidden states (features), stored or computed on the fly.
 
 The features of a token are the concatenated states BEFORE the aux layers (vLLM's `aux_hidden_state_layers`, by
-default 2, L/2, L-1), and the state BEFORE the final norm, from which the target's distribution is computed.
+default 2, L/2, L-1 of L layers), and the state BEFORE the final norm, from which the target's distribution is computed.
 
 A store consists of safetensors shards and an index. Each shard covers a fixed range of the samples. A worker computes
 and writes a shard; then the main process adds the shard and its checksum to the index. So an interrupted extraction can

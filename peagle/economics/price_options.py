@@ -95,7 +95,7 @@ def require_same_price(
     recorded_options: Mapping[str, Any],
     machine: str,
 ) -> None:
-    """Check that a resumed run still has its original price, `before`, as on its original `machine`.
+    """Check that a resumed run still has its original price: `before`, on `machine`.
 
     If the price options are omitted or unchanged and the machine is the same, only the price table has changed. Then a
     different price is no error, and the caller keeps the original price.

@@ -1,9 +1,9 @@
 """The vLLM plug-in (`vllm.general_plugins`): work-arounds inside vLLM's processes.
 
-On CPUs: compiled code, forked workers, sampling with drafts, DFlash's norms, and requests that cannot have drafts.
-Everywhere: the priority of grammar compilation, `stop` and `min_tokens` with drafts, and the exit of engine cores
-(vLLM's `EngineCore` processes). `vllm_drafts.py` changes the drafts themselves. docs/upstream.md lists the purpose and
-versions of each work-around, and the test that fails once vLLM has fixed the cause.
+On CPUs, they concern compiled code, forked workers, sampling with drafts, DFlash's norms, and requests that cannot have
+drafts. On all platforms, they concern the exit of engine cores (vLLM's `EngineCore` processes), the priority of grammar
+compilation, and `stop` and `min_tokens` with drafts. `vllm_drafts.py` changes the drafts themselves. docs/upstream.md
+lists the purpose and versions of each work-around, and the test that fails once vLLM has fixed the cause.
 """
 
 import contextlib
@@ -95,8 +95,9 @@ def require_installed() -> None:
 def load_compiled() -> None:
     """Make vLLM load its compiled code on a CPU.
 
-    On CPUs, vLLM (0.29 to 0.32) compiles with torch's own backend and stores the function. When vLLM loads it, it calls
-    `finalize_loading`, which only functions of vLLM's other backend have. vLLM logs the failure and compiles again.
+    On CPUs, vLLM (0.29 to 0.32) compiles with torch's own backend and stores the function. On loading the
+    function, it calls `finalize_loading`, which only functions of vLLM's other backend have. vLLM logs the failure and
+    compiles again.
     """
     from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable as Loaded
 

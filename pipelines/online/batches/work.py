@@ -41,7 +41,7 @@ from pipelines.cluster.placement import Neighbours
 from pipelines.online.batches.lent import EndpointLender
 from pipelines.online.batches.validation import BatchRules, CheckedInput, check_input
 
-_UsageOrSession = TypeVar("_Record", UnitUsage, EngineSession)
+_UsageOrSession = TypeVar("_UsageOrSession", UnitUsage, EngineSession)
 
 Reason = str
 """Why a batch ended early: a key of `UNEXECUTED`."""
@@ -311,7 +311,7 @@ class Handle(Generic[_Result]):
         self._pending_counts: Any = None
 
     def poll(self) -> _Result | None:
-        """Return the result, or None while the work is running. Raises PeagleError if it failed."""
+        """Return the result, or None while the method is running. Raises PeagleError if the method failed."""
         import ray
 
         if not ray.wait([self._pending_result], timeout=0)[0]:
