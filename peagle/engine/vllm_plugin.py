@@ -183,8 +183,8 @@ def probe() -> None:
         ([0.8125, 7.5, 0.0, 0.40625], [0.8125] * 3 + [1.0] + [0.40625] * 2),
         ([2713, 31, 0, 4409], [2713] * 3 + [1] + [4409] * 2),
     ):
-        expanded = expand_batch_to_tokens(torch.tensor(values), cu_num_tokens, 6, replace_from=0, replace_to=1)
-        expanded = expanded.tolist()
+        values_by_token = expand_batch_to_tokens(torch.tensor(values), cu_num_tokens, 6, replace_from=0, replace_to=1)
+        expanded = values_by_token.tolist()
         if expanded != expected:
             raise RuntimeError(
                 "this vLLM does not use the requests' sampling values for drafts: "
