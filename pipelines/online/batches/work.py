@@ -73,10 +73,10 @@ class BatchTask:
     errors: str
     # config, commits: configuration and model revisions of a new run; a resumed run keeps its own
     config: Mapping[str, Any]
-    neighbours: Neighbours | None
+    neighbours: Neighbours | None  # the endpoint's engines on the same nodes
     lender: EndpointLender | None = None  # provides the endpoint's engines; None if the run starts its own
     commits: Mapping[str, str] = field(default_factory=dict)
-    budget_usd: float | None = None  # limit for the additional cost; None is unlimited
+    budget_usd: float | None = None  # limit for the cost that is not yet in the endpoint's ledger; None is unlimited
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +85,7 @@ class BatchResult:
 
     reason: Reason | None  # why the batch ended early, or None
     num_completed: int
-    num_failed: int
+    num_failed: int  # includes requests that were not executed
     output: tuple[str, int] | None  # path and size in bytes of the output file; None if empty
     errors: int  # size in bytes of the error file
     usage: UnitUsage | None  # usage of all requests; None if nothing ran
@@ -113,7 +113,7 @@ def run_batch(task: BatchTask, stop: "StopRequest", counts: RunCounts, allowance
     config |= {"input": task.input, "output": task.run, "budget_usd": task.budget_usd}
     if task.lender is not None:  # a single process can fill all slots of the endpoint's engines
         config["engines"] = "1"
-    # `budget_usd` excludes the cost that the endpoint's ledger already contains.
+    # The ledger of the endpoint already contains the cost in borrowed engines.
     recorded_usd = _usd(directory, lent=True) if directory.exists else 0.0
     allowance.usd = None if task.budget_usd is None else recorded_usd + task.budget_usd
     request = RunRequest(
