@@ -73,7 +73,7 @@ class BatchTask:
     errors: str
     # config, commits: configuration and model revisions of a new run; a resumed run keeps its own
     config: Mapping[str, Any]
-    neighbours: Neighbours | None  # the endpoint's engines on the same nodes
+    neighbours: Neighbours | None  # other engines on the same nodes
     lender: EndpointLender | None = None  # provides the endpoint's engines; None if the run starts its own
     commits: Mapping[str, str] = field(default_factory=dict)
     budget_usd: float | None = None  # limit for the cost that is not yet in the endpoint's ledger; None is unlimited
