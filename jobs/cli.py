@@ -1,10 +1,10 @@
 """The `peagle` command, a table of subcommands.
 
 The module of the command "models add" is jobs/models_add.py. It has HELP, `add_arguments(parser)` and
-`run(args) -> (exit code, result for --json)`; COMMON lists the options of its short help. Modules are imported only
+`run(args) -> (exit code, result for --json)`; COMMON lists the options in its short help. Modules are imported only
 when their command runs, so `peagle --help` loads neither torch nor Ray.
 
-Exit codes: 0 done, 1 error, 2 bad usage or configuration, 3 stopped early and resumable, 141 broken output pipe.
+Exit codes: 0 done, 1 error, 2 bad usage or configuration, 3 stopped early (rerun to resume), 141 output pipe closed.
 """
 
 import argparse
@@ -76,7 +76,7 @@ GROUPS = {
     },
 }
 COMMANDS = {name: summary for group in GROUPS.values() for name, summary in group.items()}
-_WRITE_SHARED_FILES = ("models add", "quantize-drafter")  # all users of a machine may read the catalog and its heads
+_COMMANDS_WRITING_SHARED_FILES = ("models add", "quantize-drafter")  # all users may read the catalog and its heads
 _JSON_HELP = "write the result as JSON to FILE, or to standard output; other output then goes to standard error"
 _EXIT_CODES = "exit codes: 0 done, 1 error, 2 bad usage or configuration, 3 stopped early (rerun to resume)"
 _HELP_FLAGS = ("-h", "--help")
@@ -95,15 +95,15 @@ def run(argv: Sequence[str]) -> int:
             hint = "  if it is a path, rename the file"
             print(f"peagle: the argument {os.fsencode(argument)!r} is not UTF-8\n{hint}", file=sys.stderr)
             return 2
-    command, rest = split_command(argv)
+    command, arguments = split_command(argv)
     if command is None:
         return _run_without_command(argv)
     parser = parser_of(command)
-    args = _parse_arguments(parser, rest)
+    args = _parse_arguments(parser, arguments)
     args.command_line = ["peagle", *argv]
     try:
         with signals_as_interrupts():
-            return _run(args)
+            return _run_command(args)
     except KeyboardInterrupt:
         print(f"peagle {args.command}: interrupted", file=sys.stderr)
         return STOPPED_CODE
@@ -114,10 +114,10 @@ def run(argv: Sequence[str]) -> int:
         return 1
 
 
-def _run(args: argparse.Namespace) -> int:
+def _run_command(args: argparse.Namespace) -> int:
     """Run the command, write its result or error as JSON, and return its exit code."""
     try:
-        if args.command not in _WRITE_SHARED_FILES:
+        if args.command not in _COMMANDS_WRITING_SHARED_FILES:
             restrict_new_files()
         with human_output(args):
             code, result = args.module.run(args)
@@ -136,7 +136,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _run_without_command(argv: Sequence[str]) -> int:
-    """Print the help or the version, or say that the command is unknown; return the exit code."""
+    """Print the help, the version or an error for an unknown command; return the exit code."""
     if argv and argv[0] in _HELP_FLAGS:
         print(format_help())
         return 0
@@ -172,7 +172,7 @@ def format_help() -> str:
 
 
 def _parse_arguments(parser: CommandParser, argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the arguments of a command; exit with a message that suggests the most similar flag if one is unknown."""
+    """Parse the arguments of a command. For an unknown flag, suggest the most similar flag and exit."""
     args, unknown = parser.parse_known_args(argv)
     if getattr(args.module, "FORWARDS_ARGS", False):
         args.forwarded = unknown
@@ -186,7 +186,7 @@ def _parse_arguments(parser: CommandParser, argv: Sequence[str]) -> argparse.Nam
 
 
 def split_command(argv: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Split `argv` into the longest command name at its start (None if there is none) and the rest."""
+    """Split `argv` into the longest command name at its start, or None, and the remaining arguments."""
     for num_words in (2, 1):
         if (command := " ".join(argv[:num_words])) in COMMANDS:
             return command, list(argv[num_words:])
@@ -194,7 +194,7 @@ def split_command(argv: Sequence[str]) -> tuple[str | None, list[str]]:
 
 
 def parser_of(command: str) -> CommandParser:
-    """Return the parser of a command; this imports the command's module."""
+    """Import the module of a command, and return its parser."""
     module: Any = importlib.import_module(f"jobs.{re.sub('[ -]', '_', command)}")
     parser = CommandParser(
         f"peagle {command}",

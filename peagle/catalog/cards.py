@@ -67,7 +67,7 @@ class PublishedTable(Strict):
     url: str
 
     @model_validator(mode="after")
-    def _has_a_value_per_cell(self) -> Self:
+    def _check_rows_and_concurrency(self) -> Self:
         if self.concurrency != sorted(set(self.concurrency)) or self.concurrency[0] < 1:
             raise ValueError("concurrency must ascend from 1 or more")
         if any(len(row.output_tokens_per_s) != len(self.concurrency) for row in self.speeds):
@@ -78,18 +78,18 @@ class PublishedTable(Strict):
 
     @property
     def label(self) -> str:
-        """The label of every figure: "published, one B200"."""
+        """The origin that is shown with the table's values, such as "published, one B200"."""
         count = "one" if self.num_accelerators == 1 else str(self.num_accelerators)
         return f"published, {count} {self.accelerator}"
 
     def best(self, method: Method) -> list[PublishedSpeeds]:
-        """Return the row of a method's fastest K for each concurrency; empty if the table does not have the method."""
+        """Return, for each concurrency, the row with the method's fastest K; empty if the table lacks the method."""
         rows = [row for row in self.speeds if row.method == method]
         columns = range(len(self.concurrency) if rows else 0)
         return [max(rows, key=lambda row: row.output_tokens_per_s[column]) for column in columns]
 
     def gains(self, method: Method, *, over: Method) -> list[float]:
-        """Return the ratio of the best speeds of two methods by concurrency; empty if a method is missing."""
+        """Return the best speed of `method` divided by that of `over`, by concurrency; empty if one is missing."""
         pairs = zip(self.best(method), self.best(over), strict=False)  # either may be empty
         return [row.output_tokens_per_s[i] / base.output_tokens_per_s[i] for i, (row, base) in enumerate(pairs)]
 
@@ -123,7 +123,7 @@ class StepTable(Strict):
     rows: list[StepRow]
 
     @model_validator(mode="after")
-    def _has_a_time_per_cell(self) -> Self:
+    def _check_rows_and_concurrency(self) -> Self:
         if any(len(row.step_ms) != len(self.concurrency) for row in self.rows):
             raise ValueError("steps: each row must have a time per concurrency")
         if any(len(row.spread) not in (0, len(self.concurrency)) for row in self.rows):
@@ -132,9 +132,9 @@ class StepTable(Strict):
             raise ValueError("steps: times must be above zero, and concurrencies at least 1")
         if self.concurrency != sorted(set(self.concurrency)):
             raise ValueError("steps: concurrencies must ascend")
-        kinds = [(row.method, row.num_speculative_tokens) for row in self.rows]
-        if kinds.count(("none", 0)) != 1 or len(set(kinds)) < len(kinds):
-            raise ValueError("steps: there must be one row with method none and K=0, and one per other method and K")
+        configurations = [(row.method, row.num_speculative_tokens) for row in self.rows]
+        if configurations.count(("none", 0)) != 1 or len(set(configurations)) < len(configurations):
+            raise ValueError("steps: one row must have method none and K=0, and no two rows the same method and K")
         return self
 
     def break_even(self, method: str, k: int) -> dict[int, float]:
@@ -157,10 +157,10 @@ class StepTable(Strict):
             return measured[k]
         for below, above in pairwise(sorted(measured)):
             if below < k < above:
-                first, second, share = measured[below], measured[above], (k - below) / (above - below)
-                step_ms = [low + share * (high - low) for low, high in zip(first.step_ms, second.step_ms, strict=True)]
-                spread = list(map(max, first.spread, second.spread))
-                return StepRow(method=first.method, num_speculative_tokens=k, step_ms=step_ms, spread=spread)
+                low, high, share = measured[below], measured[above], (k - below) / (above - below)
+                step_ms = [a + share * (b - a) for a, b in zip(low.step_ms, high.step_ms, strict=True)]
+                spread = list(map(max, low.spread, high.spread))
+                return StepRow(method=low.method, num_speculative_tokens=k, step_ms=step_ms, spread=spread)
         return None
 
 
@@ -233,7 +233,7 @@ class HeadCard(Strict):
 
 
 class SpeculationRow(Strict):
-    """The recommended method and K up to a concurrency (None: without a limit) on a platform."""
+    """The recommended method and K on a platform, up to `max_concurrency`; None is unlimited."""
 
     platform: Platform
     max_concurrency: int | None = Field(default=None, gt=0)
@@ -274,8 +274,8 @@ class ModelCard(Strict):
             raise ValueError(f"the name {self.name!r} is reserved: `peagle models {self.name}` is a command")
         for platform in ("cpu", "cuda"):
             limits = [row.max_concurrency for row in self.speculation if row.platform == platform]
-            numbers = [float("inf") if limit is None else limit for limit in limits]
-            if numbers != sorted(set(numbers)):
+            limits_or_inf = [float("inf") if limit is None else limit for limit in limits]
+            if limits_or_inf != sorted(set(limits_or_inf)):
                 raise ValueError(
                     f"speculation: rows for {platform} must ascend in max_concurrency, with the unlimited row last"
                 )
@@ -285,7 +285,7 @@ class ModelCard(Strict):
         return self
 
     def speculation_for(self, concurrency: int, platform: Platform | None = None) -> SpeculationRow | None:
-        """Return the row for a concurrency, if any; by default on the platform of the first row."""
+        """Return the row for a concurrency, if any. The default platform is that of the first row."""
         if platform is None and self.speculation:
             platform = self.speculation[0].platform
         for row in self.speculation:
@@ -312,7 +312,7 @@ class Catalog:
         """Return the error for a name that is not in the catalog."""
         return CatalogError(
             f"no model {name!r} in the catalog",
-            hint=f"{did_you_mean(name, self.cards)} (a local folder or a hub id ORG/NAME also work)",
+            hint=f"{did_you_mean(name, self.cards)} (a local folder or a hub id ORG/NAME also works)",
         )
 
     def find(self, name: str) -> ModelCard | None:
@@ -330,7 +330,7 @@ def load_catalog() -> Catalog:
 
 
 def load_card(path: Path) -> ModelCard:
-    """Load a card. Its name must be that of the file."""
+    """Load a card, whose name must be the file's name without `.yaml`."""
     try:
         values = yaml.safe_load(path.read_text())
     except (OSError, yaml.YAMLError) as error:
@@ -355,7 +355,7 @@ def load_card(path: Path) -> ModelCard:
 
 
 def _valid_keys(parents: Iterable[Any]) -> list[str]:
-    """Return the keys of a card below a list of parent keys."""
+    """Return the valid keys of the part of a card that `parents` (keys and list indices) lead to."""
     kind: Any = ModelCard
     for parent in parents:
         if isinstance(kind, type) and issubclass(kind, BaseModel):
@@ -368,6 +368,6 @@ def _valid_keys(parents: Iterable[Any]) -> list[str]:
 
 
 def absolute_model_name(name: str) -> str:
-    """Return the model's name with an absolute path if it is a folder."""
+    """Return the absolute path if the name is a folder and not in the catalog; otherwise the unchanged name."""
     folder = user_path(name)
     return str(folder.resolve()) if load_catalog().find(name) is None and folder.exists() else name

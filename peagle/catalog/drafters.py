@@ -1,6 +1,6 @@
 """Resolve the drafter of a model and check that it fits.
 
-"auto" is the card's measured recommendation for this concurrency and hardware, possibly no drafter.
+"auto" is the recommendation on the model's card for the concurrency and platform, possibly no drafter.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ class ResolvedDrafter:
     """A resolved drafter.
 
     Attributes:
-        note: the reason for this choice, for the user.
+        note: the reason for the choice, shown to the user.
         fingerprint: fingerprint of the head; None without a drafter.
     """
 
@@ -47,17 +47,17 @@ def resolve_drafter(
     if name == "none":
         return _no_drafter("no drafter requested")
     if name == "auto":
-        return _automatic(model, concurrency, num_speculative_tokens, platform, commits)
+        return _recommended_drafter(model, concurrency, num_speculative_tokens, platform, commits)
     row = model.card.speculation_for(concurrency, platform) if model.card else None
-    measured_k = {str(row.method): row.num_speculative_tokens} if row else {}
-    method = name if name in DRAFT_METHODS else name.lower().replace("-", "")  # such as "P-EAGLE"
+    k_by_method = {str(row.method): row.num_speculative_tokens} if row else {}
+    method = name if name in DRAFT_METHODS else name.lower().replace("-", "")  # accepts "P-EAGLE", too
     is_method = name in DRAFT_METHODS or (method in DRAFT_METHODS and not user_path(name).exists())
-    path = _path_on_card(model, method) if is_method else find_head(name, model)
-    return _build(model, path, num_speculative_tokens, measured_k, commits, platform, note="as requested")
+    path = _card_head_path(model, method) if is_method else find_head(name, model)
+    return _drafter_with_head(model, path, num_speculative_tokens, k_by_method, commits, platform, note="as requested")
 
 
 def find_head(name: str, model: ResolvedModel | None = None) -> str:
-    """Return the folder or hub id of a head. The name may be any name of the head in reports.
+    """Return the folder or hub id of a head, from any name that reports use for it.
 
     Existing paths, `s3://` folders and unknown names are returned unchanged. The card of `model` is searched
     first, then the other cards, then the heads in `$PEAGLE_HOME`.
@@ -76,13 +76,13 @@ def find_on_cards(name: str, model: ResolvedModel | None = None) -> tuple[str, s
     for card in (*cards, *load_catalog()):
         for method, head in card.heads.items():
             if head.id and name in (head.id, Path(head.id).name):
-                return method, _head_path(head)
+                return method, _folder_or_hub_id(head)
             if head.long_context_id and name in (head.long_context_id, Path(head.long_context_id).name):
                 return method, head.long_context_id
     return None
 
 
-def _automatic(
+def _recommended_drafter(
     model: ResolvedModel, concurrency: int, k: int | None, platform: Platform | None, commits: Mapping[str, str]
 ) -> ResolvedDrafter:
     if model.card is None:
@@ -93,18 +93,19 @@ def _automatic(
         return _no_drafter(f"no measurements for {situation}; set --drafter to try a drafter")
     if row.method == "none":
         return _no_drafter(f"with {concurrency} concurrent requests a drafter costs more than it saves ({row.source})")
-    path = _head_path(model.card.heads[row.method])
+    path = _folder_or_hub_id(model.card.heads[row.method])
     if not is_hub_id(path) and not Path(path).is_dir():
         return _no_drafter(f"the {row.method} head of {model.name} is missing from this installation")
     note = f"recommended for {concurrency} concurrent requests ({row.source})"
-    return _build(model, path, k, {str(row.method): row.num_speculative_tokens}, commits, platform, note=note)
+    k_by_method = {str(row.method): row.num_speculative_tokens}
+    return _drafter_with_head(model, path, k, k_by_method, commits, platform, note=note)
 
 
-def _build(
+def _drafter_with_head(
     model: ResolvedModel,
     path: str,
     k: int | None,
-    measured_k: Mapping[str, int],
+    k_by_method: Mapping[str, int],
     commits: Mapping[str, str],
     platform: Platform | None,
     *,
@@ -113,7 +114,7 @@ def _build(
     located = _locate_head(path, commits)
     head = check_fit(located.config, model.config)
     if k is None:
-        k = measured_k.get(head.method) or head.default_k
+        k = k_by_method.get(head.method) or head.default_k
     if head.max_k is not None and k > head.max_k:
         raise DrafterError(
             f"K={k} exceeds the {head.max_k} tokens that {located.name} drafts in one block",
@@ -125,10 +126,10 @@ def _build(
         )
     path_or_id = located.model if located.folder is None else str(complete_head(located.folder))
     heads = model.card.heads.values() if model.card else ()
-    card = next((card for card in heads if path in (_head_path(card), card.long_context_id)), None)
+    card = next((card for card in heads if path in (_folder_or_hub_id(card), card.long_context_id)), None)
     trained_k = card.max_speculative_tokens if card else None
     if trained_k is not None and k > trained_k and head.method != "eagle3":
-        note += f"; K={k} exceeds the {trained_k} that the head was trained for, so its last drafts are often rejected"
+        note += f"; K={k} exceeds the {trained_k} that the head was trained for: later tokens are often rejected"
     return ResolvedDrafter(
         spec=DrafterSpec(method=head.method, model=path_or_id, num_speculative_tokens=k, revision=located.revision),
         name=located.name,
@@ -139,7 +140,7 @@ def _build(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _LocatedHead:
-    """A head in a local folder, in an object store or on the hub."""
+    """A head in a local folder, in an object store or on the hub; `model` is its path or hub id."""
 
     model: str
     name: str
@@ -178,24 +179,25 @@ def _locate_head(path: str, commits: Mapping[str, str]) -> _LocatedHead:
     )
 
 
-def _path_on_card(model: ResolvedModel, method: str) -> str:
-    own_head = _heads(model.card).get(method) if model.card else None
-    if own_head is None or not own_head.published:
-        reason = f": {own_head.note}" if own_head else ""
-        others = [card.name for card in load_catalog() if (head := _heads(card).get(method)) and head.published]
+def _card_head_path(model: ResolvedModel, method: str) -> str:
+    head_card = _heads_by_method(model.card).get(method) if model.card else None
+    if head_card is None or not head_card.published:
+        reason = f": {head_card.note}" if head_card else ""
+        heads = {card.name: _heads_by_method(card).get(method) for card in load_catalog()}
+        models = [name for name, head in heads.items() if head and head.published]
         raise DrafterError(
             f"the catalog has no {method} head for {model.name}{reason}",
-            hint=f"the catalog has {method} heads for {', '.join(others)}; for other models, use the head's folder or"
-            " hub id, or no drafter",
+            hint=f"the catalog has {method} heads for {', '.join(models)}; for other models, set --drafter to the"
+            " folder or hub id of a head, or to none",
         )
-    return _head_path(own_head)
+    return _folder_or_hub_id(head_card)
 
 
-def _heads(card: ModelCard) -> dict[str, HeadCard]:
-    return {str(kind): head for kind, head in card.heads.items()}
+def _heads_by_method(card: ModelCard) -> dict[str, HeadCard]:
+    return {str(method): head for method, head in card.heads.items()}
 
 
-def _head_path(card: HeadCard) -> str:
+def _folder_or_hub_id(card: HeadCard) -> str:
     return str(HEADS_FOLDER / str(card.id)) if card.kind == "shipped" else str(card.id)
 
 

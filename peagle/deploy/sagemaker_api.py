@@ -16,9 +16,9 @@ from peagle.errors import CapacityError, ConfigError, EngineError, PeagleError, 
 
 POLL_S = 15.0
 _REPORT_EVERY_S = 60.0
-_DELETION_S = 1800.0
-# For each error code of AWS: our exception, and a hint.
-_EXPLAINED: dict[str, tuple[type[PeagleError], str]] = {
+_DELETION_TIMEOUT_S = 1800.0
+# By AWS error code: peagle's exception, and a hint.
+_AWS_ERRORS: dict[str, tuple[type[PeagleError], str]] = {
     "ExpiredTokenException": (
         ConfigError,
         "the credentials have expired: run aws sso login, or create new credentials",
@@ -43,7 +43,7 @@ class RemovedEndpoint:
         kinds: what was deleted: "endpoint", "endpoint configuration", "model".
         lifetime_s: seconds since the endpoint was created; None if there was no endpoint.
         usd_per_hour: price of all instances, as recorded at creation; None if unknown.
-        remains: resources that still exist and may cost money.
+        remains: resources that were not deleted and still cost money.
     """
 
     kinds: tuple[str, ...]
@@ -66,13 +66,13 @@ class SageMaker:
         try:
             import boto3
         except ImportError:
-            raise ConfigError("boto3 is not installed, and SageMaker needs it", hint="pip install boto3") from None
+            raise ConfigError("boto3 is not installed, but SageMaker needs it", hint="run pip install boto3") from None
         with _explain_errors("no connection to SageMaker"):
             self._api: Any = boto3.client("sagemaker", region_name=region)
         self._say, self._sleep, self._now = say, sleep, now
 
     def create(self, requests: Requests) -> str:
-        """Create the endpoint, and return its ARN when it is in service. Leaves nothing behind on failure."""
+        """Create the endpoint, and return its ARN when it is in service. If that fails, everything is deleted."""
         name = requests.name
         self._require_instance_type(requests.endpoint_config["ProductionVariants"][0]["InstanceType"])
         self._require_unused(name)
@@ -93,7 +93,7 @@ class SageMaker:
         existing = {"endpoint": endpoint, "endpoint configuration": config, "model": model}
         kinds = tuple(kind for kind, description in existing.items() if description is not None)
         if not kinds:
-            raise ConfigError(f"SageMaker has nothing called {name}", hint=self._list_endpoints())
+            raise ConfigError(f"SageMaker has nothing called {name}", hint=self._hint_existing_endpoints())
         for kind in kinds:
             self._delete(kind, name)
         created_at = endpoint and endpoint.get("CreationTime")
@@ -101,7 +101,7 @@ class SageMaker:
             kinds=kinds,
             lifetime_s=self._now() - created_at.timestamp() if created_at else None,
             usd_per_hour=_usd_per_hour(model, config),
-            remains=tuple(_remains(name, model)),
+            remains=tuple(_remaining_resources(name, model)),
         )
 
     def _create(self, kind: str, requests: Requests, created: list[str]) -> None:
@@ -109,9 +109,9 @@ class SageMaker:
         try:
             with _explain_errors(f"{kind} {requests.name}"):
                 getattr(self._api, _CREATE[kind])(**bodies[kind])
-        except Exception:
+        except Exception:  # AWS has not created the resource
             raise
-        except BaseException:  # Ctrl-C: AWS might have created the resource
+        except BaseException:  # Ctrl-C: AWS might have created it
             created.append(kind)
             raise
         created.append(kind)
@@ -147,13 +147,13 @@ class SageMaker:
                 remaining.remove(kind)
         except BaseException as deletion_error:
             raise EngineError(
-                f"{error}; {name} still has its {', '.join(remaining)}, which may cost money: {deletion_error}",
+                f"{error}; {name} still has its {' and '.join(remaining)}, which may cost money: {deletion_error}",
                 hint=f"peagle deploy sagemaker --down {name}",
             ) from error
 
     def _delete(self, kind: str, name: str) -> None:
         """Delete a resource. An endpoint can only be deleted after its creation has finished."""
-        give_up_at = self._now() + _DELETION_S
+        give_up_at = self._now() + _DELETION_TIMEOUT_S
         while True:
             try:
                 with _explain_errors(f"{kind} {name}"):
@@ -192,7 +192,7 @@ class SageMaker:
                 f"SageMaker has no instance type {instance_type}", hint=did_you_mean(instance_type, instance_types)
             )
 
-    def _list_endpoints(self) -> str:
+    def _hint_existing_endpoints(self) -> str:
         with _explain_errors("the list of endpoints"):
             names = [endpoint["EndpointName"] for endpoint in self._api.list_endpoints()["Endpoints"]]
         return f"existing endpoints: {', '.join(names)}" if names else "there is no endpoint in this region"
@@ -205,21 +205,21 @@ _NAME_ARGUMENTS = {"model": "ModelName", "endpoint configuration": "EndpointConf
 
 @contextmanager
 def _explain_errors(subject: str) -> Iterator[None]:
-    """Convert AWS's errors to ours, with a hint."""
+    """Convert AWS's errors to peagle's, with `subject` and a hint."""
     from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError, NoRegionError
 
     try:
         yield
     except NoCredentialsError:
-        raise ConfigError(f"{subject}: no AWS credentials were found", hint="aws configure, or AWS_PROFILE") from None
+        raise ConfigError(f"{subject}: no AWS credentials found", hint="run aws configure or set AWS_PROFILE") from None
     except NoRegionError:
-        raise ConfigError(f"{subject}: no AWS region is set", hint="--region, or AWS_REGION") from None
+        raise ConfigError(f"{subject}: no AWS region is set", hint="set --region or AWS_REGION") from None
     except ClientError as error:
         details = error.response["Error"]
-        error_type, hint = _EXPLAINED.get(details["Code"], (PeagleError, ""))
+        error_type, hint = _AWS_ERRORS.get(details["Code"], (PeagleError, ""))
         raise error_type(f"{subject}: {details['Message']} ({details['Code']})", hint=hint) from error
     except BotoCoreError as error:
-        raise PeagleError(f"{subject}: {error}", hint="check that SageMaker is available in that region") from error
+        raise PeagleError(f"{subject}: {error}", hint="check that SageMaker is available in the region") from error
 
 
 def _is_missing(error: ConfigError) -> bool:
@@ -240,7 +240,7 @@ def _usd_per_hour(model: dict[str, Any] | None, config: dict[str, Any] | None) -
     return float(variables["PEAGLE_USD_PER_HOUR"]) * num_instances
 
 
-def _remains(name: str, model: dict[str, Any] | None) -> Iterator[str]:
+def _remaining_resources(name: str, model: dict[str, Any] | None) -> Iterator[str]:
     container = (model or {}).get("PrimaryContainer", {})
     if image := container.get("Image"):
         yield f"the image {image}, billed per GB-month"

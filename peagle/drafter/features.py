@@ -1,15 +1,15 @@
 """The target's hidden states (features), stored or computed on the fly.
 
 The features of a token are the concatenated states BEFORE the aux layers (vLLM's `aux_hidden_state_layers`, by
-default 2, L/2, L-1), and the state BEFORE the final norm, from which the target's distribution is computed.
+default 2, L/2, L-1 of L layers), and the state BEFORE the final norm, from which the target's distribution is computed.
 
 A store consists of safetensors shards and an index. Each shard covers a fixed range of the samples. A worker computes
-and writes a shard; then the main process adds the shard to the index, with its checksum. So an interrupted extraction
-resumes where it stopped, and shards can be computed on any machine and in any order.
+and writes a shard; then the main process adds the shard and its checksum to the index. So an interrupted extraction can
+be resumed, and shards can be computed on any machine and in any order.
 
 Shapes: T tokens of a document, H hidden size, A aux layers, B documents of a batch.
 """
-# ruff: noqa: N815 - fields carry a shape suffix with capitals, as arguments do
+# ruff: noqa: N815 - the names of tensors end with their shape, in capitals
 
 import hashlib
 import json
@@ -30,7 +30,7 @@ from peagle.files import converted_write_errors, sha256, write_json
 
 INDEX = "index.json"
 _PARTIAL = ".partial"
-_FULL = "free some space, or use --on-the-fly"
+_DISK_FULL_HINT = "free some space, or use --on-the-fly"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class FeatureSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """The states of one sample."""
+    """The tokens of one sample and their states."""
 
     token_ids_T: torch.Tensor  # int64
     loss_mask_T: torch.Tensor  # bool, True for the response
@@ -62,7 +62,7 @@ def write_shard(folder: Path, number: int, tensors: dict[str, torch.Tensor]) -> 
 
     file = folder / _shard_name(number)
     partial = file.with_suffix(f".{uuid.uuid4().hex}{_PARTIAL}")
-    with converted_write_errors(file, SafetensorError, hint=_FULL):
+    with converted_write_errors(file, SafetensorError, hint=_DISK_FULL_HINT):
         try:
             save_file(tensors, partial)
             checksum = sha256(partial)
@@ -127,7 +127,7 @@ class StoreWriter:
     def _add_to_index(self, shard: str, checksum: str) -> None:
         shards = {**self._index["shards"], shard: checksum}
         self._index["shards"] = dict(sorted(shards.items()))
-        with converted_write_errors(self._folder / INDEX, hint=_FULL):
+        with converted_write_errors(self._folder / INDEX, hint=_DISK_FULL_HINT):
             write_json(self._folder / INDEX, self._index)
 
 
@@ -156,16 +156,16 @@ class FeatureStore:
                     f"{file}: does not match its checksum", hint="delete it and repeat the command to extract it again"
                 )
             self._shards.append(load_file(file))
-        # The shard of each document, and the document's index in it.
-        self._locations = [(s, i) for s, shard in enumerate(self._shards) for i in range(len(shard["lengths"]))]
+        # Of each document: the number of its shard, and its position in the shard.
+        self._locations = [(n, i) for n, shard in enumerate(self._shards) for i in range(len(shard["lengths"]))]
         self._starts = [shard["lengths"].cumsum(0) - shard["lengths"] for shard in self._shards]
 
     def __len__(self) -> int:
         return len(self._locations)
 
     def num_tokens(self, index: int) -> int:
-        shard, position = self._locations[index]
-        return int(self._shards[shard]["lengths"][position])
+        number, position = self._locations[index]
+        return int(self._shards[number]["lengths"][position])
 
     def __getitem__(self, index: int) -> Document:
         number, position = self._locations[index]
@@ -213,7 +213,7 @@ class HiddenStateReader:
     def read(self, token_ids_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the aux [B, T, A * H] and last [B, T, H] states of right-padded documents.
 
-        Attention is causal, so padding does not change them.
+        Attention is causal, so padding does not change the states.
         """
         inputs: list[torch.Tensor] = []
 
@@ -264,7 +264,7 @@ def compute_states(
 
 
 def _batches_by_length(samples: Sequence[Sample], batch_tokens: int) -> Iterator[list[int]]:
-    """Yield indices of documents of similar length, to minimise padding."""
+    """Yield batches of samples of similar length, to minimise padding. A batch is a list of sample indices."""
     batch: list[int] = []
     for index in sorted(range(len(samples)), key=lambda i: len(samples[i].token_ids)):
         if batch and (len(batch) + 1) * len(samples[index].token_ids) > batch_tokens:
@@ -300,7 +300,7 @@ def samples_fingerprint(samples: Sequence[Sample]) -> str:
 
 
 def plan_shards(samples: Sequence[Sample], shard_tokens: int = SHARD_TOKENS) -> list[range]:
-    """Cut the samples into consecutive ranges of about `shard_tokens` tokens."""
+    """Cut the samples into consecutive ranges of at least `shard_tokens` tokens; the last may be shorter."""
     shards: list[range] = []
     start = num_tokens = 0
     for index, sample in enumerate(samples):
@@ -316,18 +316,19 @@ def plan_shards(samples: Sequence[Sample], shard_tokens: int = SHARD_TOKENS) -> 
 def open_store(
     samples: Sequence[Sample], spec: FeatureSpec, folder: Path
 ) -> tuple[StoreWriter, dict[int, list[Sample]]]:
-    """Open or create a store; return its writer and the samples of the missing shards by number."""
+    """Open or create a store; return its writer, and the samples of each missing shard by its number."""
     shards = plan_shards(samples)
     writer = StoreWriter(folder, spec, num_shards=len(shards))
     missing = {number: [samples[i] for i in shard] for number, shard in enumerate(shards) if not writer.has(number)}
     if missing:
         writer.remove_partial_files()
         num_tokens = sum(len(sample.token_ids) for shard in missing.values() for sample in shard)
-        needed, free = num_tokens * (spec.bytes_per_token + 4), shutil.disk_usage(folder).free
-        if needed > free:
+        needed_bytes = num_tokens * (spec.bytes_per_token + 4)  # a token id has four bytes
+        free_bytes = shutil.disk_usage(folder).free
+        if needed_bytes > free_bytes:
             raise CapacityError(
                 f"{folder}: {num_tokens:,} tokens at {spec.bytes_per_token:,} bytes each need "
-                f"{needed / 2**30:.1f} GiB, but only {free / 2**30:.1f} GiB are free",
+                f"{needed_bytes / 2**30:.1f} GiB, but only {free_bytes / 2**30:.1f} GiB are free",
                 hint="free some space, set --features to a folder on a larger disk, or use --on-the-fly",
             )
     return writer, missing
@@ -381,14 +382,14 @@ def shard_tensors(
 
 
 def _digest(parts: Iterable[bytes]) -> str:
-    total = hashlib.sha256()
+    combined = hashlib.sha256()
     for part in parts:
-        total.update(hashlib.sha256(part).digest())
-    return total.hexdigest()
+        combined.update(hashlib.sha256(part).digest())
+    return combined.hexdigest()
 
 
 class ComputedFeatures:
-    """The features of `samples`, computed on demand. Only those of the latest `read_ahead` are cached."""
+    """The features of `samples`, computed on demand. Only the documents of the latest `read_ahead` call are cached."""
 
     def __init__(
         self,
@@ -401,7 +402,7 @@ class ComputedFeatures:
     ) -> None:
         self.spec, self.tokens_ahead = spec, batch_tokens
         self._samples, self._load_reader, self._device = samples, load_reader, torch.device(device)
-        self._ahead: dict[int, Document] = {}
+        self._cached: dict[int, Document] = {}
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -410,16 +411,16 @@ class ComputedFeatures:
         return len(self._samples[index].token_ids)
 
     def read_ahead(self, indices: Sequence[int]) -> None:
-        self._ahead = self._compute(list(dict.fromkeys(indices)))
+        self._cached = self._compute(list(dict.fromkeys(indices)))
 
     def documents(self, indices: Sequence[int]) -> list[Document]:
-        """Return documents. Those that were not read ahead are computed now, together."""
-        documents = self._ahead | self._compute([index for index in indices if index not in self._ahead])
+        """Return documents. Documents that were not read ahead are computed now, in the same batches."""
+        documents = self._cached | self._compute([index for index in indices if index not in self._cached])
         return [documents[index] for index in indices]
 
     def _compute(self, indices: Sequence[int]) -> dict[int, Document]:
         samples = [self._samples[index] for index in indices]
-        with torch.autocast(self._device.type, enabled=False):  # autocast is for the head and would change the target
+        with torch.autocast(self._device.type, enabled=False):  # autocast would change the target's states
             states = compute_states(
                 samples, self._reader, device=self._device, batch_tokens=self.tokens_ahead, to=self._device
             )

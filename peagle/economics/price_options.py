@@ -38,7 +38,7 @@ class PriceOptions(BaseModel):
 
 
 def resolve_price(options: PriceOptions, hardware: Hardware) -> Price:
-    """Return the price of the hardware; `basis` is stated, detected or assumed."""
+    """Return the price of the hardware. Its `basis`: stated by the user, detected machine, or assumed."""
     if options.usd_per_hour is not None:
         on_gpu = hardware.platform == "cuda"
         return Price.fixed(
@@ -59,13 +59,13 @@ def resolve_price_defaults(options: PriceOptions, price: Price) -> dict[str, tup
 
 
 def require_price(options: PriceOptions, accelerator: str | None) -> None:
-    """Check that machines that do not exist yet have a price."""
+    """Check that machines that do not exist yet have a price per accelerator."""
     if options.usd_per_hour is not None:
         return
     if options.instance_type is None and accelerator is None:
         raise PriceError(
             "machines that do not exist yet have no price without an instance type",
-            hint=f"set --instance-type to the machines that the cluster adds, {PRICE_HINT}",
+            hint=f"set --instance-type to the type of the machines that the cluster adds, {PRICE_HINT}",
         )
     require_device(
         _price_from_table(options, accelerator, ()), "accelerator", f"engines on {accelerator or 'accelerators'}"
@@ -76,13 +76,14 @@ def _price_from_table(options: PriceOptions, accelerator: str | None, machine_na
     table = PriceTable.load(options.prices)
     detected = next((name for name in machine_names if table.has_accelerator(name, accelerator)), None)
     basis: Basis = "assumed"
-    if instance := options.instance_type or detected:
+    if instance_type := options.instance_type or detected:
         basis = "stated" if options.instance_type else "detected"
     else:
-        instance = default_instance(accelerator, table, market=options.market, machine_names=machine_names)
-    regions = {offer.region for offer in table.offers if offer.instance_type == instance}
+        instance_type = default_instance(accelerator, table, market=options.market, machine_names=machine_names)
+    regions = {offer.region for offer in table.offers if offer.instance_type == instance_type}
     region = options.region or next((name for name in machine_names if name in regions), None)
-    return replace(table.price(instance, market=options.market, provider=options.provider, region=region), basis=basis)
+    price = table.price(instance_type, market=options.market, provider=options.provider, region=region)
+    return replace(price, basis=basis)
 
 
 def require_same_price(
@@ -94,16 +95,16 @@ def require_same_price(
     recorded_options: Mapping[str, Any],
     machine: str,
 ) -> None:
-    """Check that a resumed run still has its original price, `before`.
+    """Check that a resumed run still has its original price: `before`, on `machine`.
 
-    A different price is ignored, and the original price kept, if the price options are omitted or unchanged and the
-    machine is the same: then only the price table changed. Otherwise a different price is refused.
+    If the price options are omitted or unchanged and the machine is the same, only the price table has changed. Then a
+    different price is no error, and the caller keeps the original price.
     """
     if price.device == before.device and math.isclose(price.usd_per_device_s, before.usd_per_device_s):
         return
-    stated = options.model_dump(mode="json", include=set(PRICE_OPTIONS))
+    current_options = options.model_dump(mode="json", include=set(PRICE_OPTIONS))
     defaults = PriceOptions.model_validate({}).model_dump(mode="json")
-    has_new_options = stated not in (
+    has_new_options = current_options not in (
         defaults,
         {name: recorded_options.get(name, value) for name, value in defaults.items()},
     )
@@ -112,12 +113,12 @@ def require_same_price(
         return
     raise PriceError(
         f"the run costs {_per_hour(before)} on {machine}, but would now cost {_per_hour(price)} on {current_machine}",
-        hint="use the same machines without price options, or state the original price with --usd-per-hour",
+        hint="use the same machines without price options, or set --usd-per-hour to the original price",
     )
 
 
 def require_device(price: Price, device: Device, engines: str) -> None:
-    """Check that the price is per accelerator or per vCPU, whichever the engines are billed by."""
+    """Check that the price is per `device`, by which the engines are billed."""
     if price.device != device:
         raise PriceError(
             f"the price of {price.instance_type} is per {price.device}, but {engines} are billed by the {device}",
@@ -126,7 +127,7 @@ def require_device(price: Price, device: Device, engines: str) -> None:
 
 
 def billed_hardware(hardware: Mapping[str, Any]) -> str:
-    """Return the part of `Hardware.to_dict` that determines its price: the accelerators.
+    """Describe the part of the hardware (`Hardware.to_dict`) that determines its price: the accelerators.
 
     >>> billed_hardware({"platform": "cuda", "accelerator": "H100", "num_accelerators": 8, "num_cpus": 192})
     '8 x H100'
@@ -140,12 +141,12 @@ def _per_hour(price: Price) -> str:
     return f"${price.usd_per_device_s * 3600:.4g} per {price.device}-hour ({price.instance_type}, {price.market})"
 
 
-# --- hardware that is not available here, from its instance type or accelerator
+# --- hardware of other machines, from an instance type or accelerator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """An accelerator as `nvidia-smi --query-gpu=memory.total` reports it."""
+    """A GPU with the name and memory that `nvidia-smi` reports, without "NVIDIA"."""
 
     name: str
     capability: tuple[int, int]
@@ -197,7 +198,7 @@ def configured_machine(options: PriceOptions, accelerator: str | None, *, num_ac
         return _hardware_of_card(card, num_accelerators, num_cpus)
     raise ConfigError(
         f"unknown accelerator {kind}: its memory and precisions are not in the tables",
-        hint=f"known accelerators: {', '.join(CARDS)}; or run peagle on that machine, where the driver reports them",
+        hint=f"use a known accelerator ({', '.join(CARDS)}), or run peagle on a machine with this accelerator",
     )
 
 

@@ -1,4 +1,4 @@
-"""Translate an EngineSpec into the arguments of vLLM 0.29's `EngineArgs`, for bulk, online and benchmarks."""
+"""Translate an EngineSpec into the arguments of vLLM 0.29's `EngineArgs`, for all uses of an engine."""
 
 import json
 from collections.abc import Mapping
@@ -14,9 +14,10 @@ from peagle.errors import ConfigError
 from peagle.hardware import Hardware
 
 MODALITIES = ("image", "audio", "video")
-# For vLLM, an empty list of domains allows every domain. This name allows none: RFC 2606 reserves .invalid.
+# For vLLM, an empty list of domains allows every domain. No host has this name: RFC 2606 reserves .invalid.
 _NO_DOMAIN = "none.invalid"
 _QUANTIZATION = {None: None, "fp8": "fp8", "int8": "compressed-tensors"}
+# vLLM's names for the precision of a drafter's KV cache.
 DRAFT_CACHE = {"auto": None, "bf16": "bfloat16", "fp8": "fp8"}
 _DYNAMIC_K = "num_speculative_tokens_per_batch_size"
 # Fields of the spec that vLLM does not have, or has under another name.
@@ -24,7 +25,7 @@ _PEAGLE_FIELDS = {
     *("drafter", "extra", "num_nodes"),
     *("precision", "kv_cache_precision", "native_quantization", "kv_cache_gib"),
 }
-# Arguments that are derived from the spec, and the field to set instead.
+# Arguments of vLLM that are derived from the spec, and the field of the spec to set instead.
 _MANAGED = {
     **{field.name: field.name for field in fields(EngineSpec) if field.name not in _PEAGLE_FIELDS},
     **dict.fromkeys(("revision", "tokenizer_revision"), "model"),
@@ -37,34 +38,34 @@ _MANAGED = {
     "allowed_local_media_path": "allowed_media_domains",
     **dict.fromkeys(("nnodes", "node_rank", "master_addr", "master_port", "distributed_executor_backend"), "num_nodes"),
 }
-# Arguments that would break one of peagle's guarantees, and why.
+# Arguments of vLLM that would break one of peagle's guarantees, and why.
 _REFUSED = {
     "trust_remote_code": "code in a model's folder never runs",
     "tokenizer": "prompts are prepared with the target's own tokenizer",
     "tokenizer_mode": "prompts are prepared with the target's own tokenizer",
-    "skip_tokenizer_init": "responses are text",
+    "skip_tokenizer_init": "peagle's engines return text",
     "served_model_name": "the endpoint names its models with --name",
     "generation_config": "sampling defaults must be the same in a batch and online",
     "override_generation_config": "sampling defaults must be the same in a batch and online",
-    "structured_outputs_config": "peagle tries each grammar before an engine compiles it, with one fixed back end",
+    "structured_outputs_config": "peagle tests each grammar before an engine compiles it, with a fixed back end",
     "reasoning_parser": "the endpoint has --reasoning-parser",
-    "disable_log_stats": "an engine's steps show that it is alive",
-    "runner": "engines generate text",
-    "convert": "engines generate text",
+    "disable_log_stats": "peagle counts an engine's steps to detect a hang",
+    "runner": "peagle's engines only generate text",
+    "convert": "peagle's engines only generate text",
 }
 
 
 def engine_args(
     spec: EngineSpec, hardware: Hardware, *, num_engines_on_node: int = 1, request_metrics: bool = True
 ) -> dict[str, Any]:
-    """Return keyword arguments for `vllm.AsyncEngineArgs` or `vllm.LLM`. vLLM chooses missing ones.
+    """Return keyword arguments for `vllm.AsyncEngineArgs` or `vllm.LLM`. vLLM sets the missing ones.
 
     Args:
         num_engines_on_node: engines that share the node's memory; on a GPU node, each has its own accelerators.
-        request_metrics: report acceptance per request, which vLLM 0.29 introduced (0.24 rejects the argument).
+        request_metrics: report acceptance per request; must be False for vLLM 0.24, which rejects the argument.
 
     Raises:
-        ConfigError: `spec.extra` sets what the spec manages, or vLLM's dynamic K.
+        ConfigError: `spec.extra` has an argument that `check_extra` refuses.
         PrecisionError: the hardware cannot run `spec.precision`.
     """
     check_extra(spec.extra)
@@ -112,7 +113,7 @@ def engine_args(
 
 
 def check_extra(extra: Mapping[str, Any]) -> None:
-    """Raise a ConfigError for vLLM arguments that peagle manages or refuses."""
+    """Raise a ConfigError for vLLM arguments that peagle manages or refuses, such as dynamic K."""
     if _DYNAMIC_K in json.dumps(extra, default=str):
         raise ConfigError(
             f"{_DYNAMIC_K} cannot be combined with parallel drafting: the drafter's slots are laid out"
@@ -122,14 +123,14 @@ def check_extra(extra: Mapping[str, Any]) -> None:
     for name in extra:
         if name in _MANAGED:
             raise ConfigError(
-                f"extra engine argument {name!r} is managed by peagle", hint=f"set {_MANAGED[name]!r} instead"
+                f"extra engine argument {name!r} is managed by peagle", hint=f"set peagle's {_MANAGED[name]!r} instead"
             )
         if name in _REFUSED:
             raise ConfigError(f"extra engine argument {name!r} is refused: {_REFUSED[name]}")
         if name.startswith("data_parallel_"):
             raise ConfigError(
                 f"extra engine argument {name!r} is refused: Ray divides requests among engines",
-                hint="use --engines in a bulk run, --max-replicas for the endpoint",
+                hint="use --engines for a bulk run, or --max-replicas for an endpoint",
             )
 
 
@@ -155,7 +156,7 @@ def speculative_config(drafter: DrafterSpec | None) -> dict[str, Any] | None:
     """Return vLLM's `speculative_config`. To vLLM, P-EAGLE is EAGLE-3 with `parallel_drafting`.
 
     vLLM's dynamic K (`num_speculative_tokens_per_batch_size`) is never set: parallel drafting lays out its slots for
-    the largest K, so other values of K have wrong shapes, which vLLM does not check.
+    the largest K. Other values of K would have wrong shapes, which vLLM does not check.
     """
     if drafter is None:
         return None
@@ -172,7 +173,7 @@ def speculative_config(drafter: DrafterSpec | None) -> dict[str, Any] | None:
         # A draft is its logits' argmax (`draft_sample_method` is greedy). Without this option, vLLM first scatters the
         # logits of a draft vocabulary into the target's, and gathers all logits from all ranks: 0.64 ms of a step
         # instead of 0.04 (K=5, one request; 8,192 of 49,152 tokens; 2 cores of an AMD EPYC, 2026-11-25). In vLLM 0.29,
-        # all classes for EAGLE-3 and P-EAGLE heads support it; the DFlash classes do not.
+        # all classes for EAGLE-3 and P-EAGLE heads support the option; the DFlash classes do not.
         config["use_local_argmax_reduction"] = True
     if drafter.method == "dspark" and drafter.verify == "auto":
         config["enable_adaptive_verification"] = True
@@ -192,9 +193,9 @@ def speculative_config(drafter: DrafterSpec | None) -> dict[str, Any] | None:
 def _speculation(spec: EngineSpec, hardware: Hardware) -> dict[str, Any] | None:
     """Return the speculative config of an engine on its hardware.
 
-    A target with dummy weights gets a real head if the head's weights exist. vLLM (0.24 to 0.29) learns from the names
-    of loaded weights what a head shares with its target, so a dummy head would get the target's lm_head, which does not
-    fit a draft vocabulary.
+    If the target has dummy weights, the head's real weights are loaded nevertheless, if they exist. vLLM (0.24 to 0.29)
+    finds out from the names of loaded weights what a head shares with its target. So a dummy head would get the
+    target's lm_head, which does not fit a draft vocabulary.
     """
     config, drafter = speculative_config(spec.drafter), spec.drafter
     if config is not None and (backend := draft_backend(spec, hardware)) is not None:
@@ -210,7 +211,7 @@ def _speculation(spec: EngineSpec, hardware: Hardware) -> dict[str, Any] | None:
 class NodeRank:
     """A node's rank in an engine with ranks on several nodes.
 
-    vLLM receives and schedules requests on the first node, the leader. The others follow until their ranks end
+    vLLM receives and schedules requests on the first node, the leader. The other nodes run ranks until these end
     (`vllm_internals.follow`).
 
     Attributes:
@@ -224,7 +225,7 @@ class NodeRank:
     leader: tuple[str, int]
 
     def arguments(self, num_nodes: int) -> dict[str, Any]:
-        """Return additional `engine_args`: each node starts its own ranks (vLLM 0.29's Ray executor lacks CPUs)."""
+        """Return additional `engine_args`. Each node starts its ranks: vLLM 0.29's Ray executor has no CPU support."""
         address, port = self.leader
         return {
             "distributed_executor_backend": "mp",
@@ -235,5 +236,5 @@ class NodeRank:
         }
 
     def environment(self) -> dict[str, str]:
-        """Return additional variables. Without them, vLLM guesses the address from a route to the internet."""
+        """Return additional environment variables: the address, which vLLM would guess from a route to the internet."""
         return {"VLLM_HOST_IP": self.host}

@@ -29,12 +29,12 @@ _Text = Annotated[str, Field(min_length=1)] | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FakeTraits:
-    """Speed and failures of a fake engine.
+    """The speed and the simulated failures of a fake engine.
 
     Attributes:
         token_s: seconds per token.
         start_s: seconds to start.
-        has_core: whether the engine has a separate process named `CORE_NAME`, like vLLM, and dies with it.
+        has_core: whether the engine needs a separate process, as vLLM does. The process is named `CORE_NAME`.
         is_wrong: whether responses differ from those of the target, as with a broken kernel.
         die_on: a prompt with this text kills the engine, like a crash of vLLM's engine process.
         kill_on: a prompt with this text kills the process that hosts the engine.
@@ -56,9 +56,9 @@ class FakeEngine:
     """An engine that answers with a digest of the prompt.
 
     Args:
-        traits: the caller waits for `start_s`; this constructor returns immediately.
+        traits: the constructor does not wait for `start_s`; its caller does.
         num_speculative_tokens: K of a simulated drafter; 0 for no drafter.
-        max_num_seqs: maximum number of concurrent requests, or None. Time in the queue counts toward latency.
+        max_num_seqs: maximum number of concurrent requests; None is unlimited. Latency includes the time in the queue.
     """
 
     compile_s = 0.0
@@ -88,14 +88,14 @@ class FakeEngine:
 
     async def generate(self, request_id: str, prompt_token_ids: list[int], sampling: Mapping[str, Any]) -> Generation:
         """See `Engine.generate`."""
-        completions, started_at = self._begin(prompt_token_ids, sampling), time.monotonic()
+        completions, started_at = self._start_request(prompt_token_ids, sampling), time.monotonic()
         async with self._slots:
             await asyncio.sleep(self._traits.token_s)
             first_token_at = time.monotonic()
             await asyncio.sleep(self._traits.token_s * (_longest(completions) - 1))
             await self._wait_if_hanging()
         ttft_s, latency_s = first_token_at - started_at, time.monotonic() - started_at
-        return self._end(prompt_token_ids, completions, ttft_s, latency_s)
+        return self._finish_request(prompt_token_ids, completions, ttft_s, latency_s)
 
     async def stream(
         self, request_id: str, prompt_token_ids: list[int], sampling: Mapping[str, Any]
@@ -103,9 +103,9 @@ class FakeEngine:
         """Yield the partial responses of a request after each token, then the complete ones.
 
         Raises:
-            RequestRefused, EngineError: see `generate`.
+            RequestRefused, EngineError: see `Engine.generate`.
         """
-        completions, started_at = self._begin(prompt_token_ids, sampling), time.monotonic()
+        completions, started_at = self._start_request(prompt_token_ids, sampling), time.monotonic()
         first_token_at = started_at
         async with self._slots:
             for num_tokens in range(1, (longest := _longest(completions)) + 1):
@@ -114,9 +114,9 @@ class FakeEngine:
                 self.check_alive()
                 first_token_at = time.monotonic() if num_tokens == 1 else first_token_at
                 if num_tokens < longest:
-                    yield [_beginning(completion, num_tokens) for completion in completions], None
+                    yield [_first_tokens(completion, num_tokens) for completion in completions], None
         ttft_s, latency_s = first_token_at - started_at, time.monotonic() - started_at
-        yield completions, self._end(prompt_token_ids, completions, ttft_s, latency_s)
+        yield completions, self._finish_request(prompt_token_ids, completions, ttft_s, latency_s)
 
     def speculation_totals(self) -> SpeculationStats | None:
         return self._totals if self._num_speculative_tokens else None
@@ -134,7 +134,7 @@ class FakeEngine:
         if self._core is not None:
             self._core.kill()
 
-    def _begin(self, prompt_token_ids: list[int], sampling: Mapping[str, Any]) -> list[CompletionOutput]:
+    def _start_request(self, prompt_token_ids: list[int], sampling: Mapping[str, Any]) -> list[CompletionOutput]:
         """Check the request, and return its complete responses."""
         if len(prompt_token_ids) >= self.max_model_len:
             raise RequestRefused(f"{len(prompt_token_ids)} tokens exceed the context of {self.max_model_len}")
@@ -145,7 +145,7 @@ class FakeEngine:
         self.check_alive()
         return [_completion(prompt_token_ids, sampling, index) for index in range(sampling.get("n", 1))]
 
-    def _end(
+    def _finish_request(
         self, prompt_token_ids: list[int], completions: list[CompletionOutput], ttft_s: float, latency_s: float
     ) -> Generation:
         """Count the drafts, and return the result of a finished request."""
@@ -176,7 +176,7 @@ class FakeEngine:
             raise EngineError("the fake engine died")
 
     def _speculation(self, num_tokens: int) -> SpeculationStats | None:
-        """Return statistics in which only the first token of each draft is accepted: two tokens per step."""
+        """Return statistics with one accepted token per draft, so two tokens per step."""
         k = self._num_speculative_tokens
         if not k:
             return None
@@ -185,7 +185,7 @@ class FakeEngine:
 
 
 class _Checkable:
-    """A target that answers 0, 1, 2, ...; with `is_wrong` it only answers 0."""
+    """A target that generates the tokens 0, 1, 2 and so on; with `is_wrong`, it only generates 0."""
 
     def __init__(self, max_model_len: int, *, is_wrong: bool) -> None:
         self.max_model_len = max_model_len
@@ -213,8 +213,8 @@ def _longest(completions: list[CompletionOutput]) -> int:
     return max(completion.num_output_tokens for completion in completions)
 
 
-def _beginning(completion: CompletionOutput, num_tokens: int) -> CompletionOutput:
-    """Return the first tokens of a response; a token is a word."""
+def _first_tokens(completion: CompletionOutput, num_tokens: int) -> CompletionOutput:
+    """Return the first tokens (words) of a response."""
     return replace(
         completion,
         text=" ".join(completion.text.split(" ")[:num_tokens]),
@@ -228,12 +228,12 @@ def _contains(prompt_token_ids: list[int], text: str | None) -> bool:
 
 
 def _completion(prompt_token_ids: list[int], sampling: Mapping[str, Any], index: int) -> CompletionOutput:
-    """Return a response made of digests, which depends on the prompt and on `index`.
+    """Return a response that repeats a digest of the prompt, the temperature and `index`.
 
-    The prompt determines the length; with `ignore_eos`, the length is `max_tokens`.
+    The digest also determines the length; with `ignore_eos`, the length is `max_tokens`.
     """
-    seed = [prompt_token_ids, sampling["temperature"], *([index] if index else [])]
-    digest = hashlib.sha256(json.dumps(seed).encode()).hexdigest()
+    digested = [prompt_token_ids, sampling["temperature"], *([index] if index else [])]
+    digest = hashlib.sha256(json.dumps(digested).encode()).hexdigest()
     natural_length = sampling["max_tokens"] if sampling.get("ignore_eos") else 1 + int(digest[:8], 16) % 32
     num_tokens = min(natural_length, sampling["max_tokens"])
     word, logprobs = digest[:16], None
@@ -258,5 +258,5 @@ class ByteTokenizer:
         return list(text.encode())
 
     def apply_chat_template(self, conversation: Any, **_: Any) -> str:
-        """Return a line for each message, and the start of the assistant's line."""
+        """Return a line for each message, then the start of the response's line."""
         return "".join(f"{m['role']}: {m['content']}\n" for m in conversation) + "assistant: "

@@ -80,7 +80,7 @@ class VllmEngine:
         self._llm.shutdown()
 
     def kill(self) -> None:
-        """See `Engine.kill`: a hanging core would outlive this process."""
+        """See `Engine.kill`. Otherwise a hanging engine core would outlive this process."""
         kill_children()
 
 
@@ -119,7 +119,7 @@ async def generate(
 
 
 class _StepCounter:
-    """A vLLM statistics logger that counts the steps of all cores. vLLM calls it to get each core's logger."""
+    """A vLLM statistics logger that counts the steps of all engine cores. vLLM calls it for the logger of each."""
 
     def __init__(self) -> None:
         self.num_steps = 0
@@ -138,7 +138,7 @@ class _StepCounter:
 def kill_children() -> None:
     """Kill all descendants of this process, including those that vLLM has just started.
 
-    Python's resource tracker is not killed: it frees shared memory when the other processes are gone.
+    Python's resource tracker survives, because it frees shared memory when the other processes are gone.
     """
     import psutil
 
@@ -149,28 +149,28 @@ def kill_children() -> None:
 
 
 def has_request_metrics() -> bool:
-    """Whether this vLLM reports acceptance per request (0.29 does; 0.24 rejects the argument)."""
+    """Whether this vLLM can report acceptance per request: 0.29 can, 0.24 rejects the argument."""
     from vllm import AsyncEngineArgs
 
     return hasattr(AsyncEngineArgs, "per_request_spec_decode_metrics")
 
 
 def has_synthetic_acceptance() -> bool:
-    """Whether this vLLM can accept drafts at random with given rates by position."""
+    """Whether this vLLM can accept draft tokens at random, with a given rate per position."""
     from vllm.config import SpeculativeConfig
 
     return hasattr(SpeculativeConfig, "synthetic_acceptance_rates")
 
 
 def _totals(metrics: Sequence[Any]) -> SpeculationStats | None:
-    """Return sums over the engine's ranks; None if vLLM counts no drafts."""
+    """Return vLLM's draft counts, summed over the engine's ranks; None if vLLM does not count drafts."""
     counts: dict[str, int] = {}
-    accepted: list[int] = []
+    accepted_by_position: list[int] = []
     for metric in metrics:
         if not metric.name.startswith(_COUNTER_PREFIX):
             continue
         if metric.name == f"{_COUNTER_PREFIX}num_accepted_tokens_per_pos":
-            accepted = [a + b for a, b in zip_longest(accepted, metric.values, fillvalue=0)]
+            accepted_by_position = [a + b for a, b in zip_longest(accepted_by_position, metric.values, fillvalue=0)]
         else:
             counts[metric.name] = counts.get(metric.name, 0) + metric.value
     if f"{_COUNTER_PREFIX}num_drafts" not in counts:
@@ -178,7 +178,7 @@ def _totals(metrics: Sequence[Any]) -> SpeculationStats | None:
     return SpeculationStats(
         num_drafts=counts[f"{_COUNTER_PREFIX}num_drafts"],
         num_draft_tokens=counts[f"{_COUNTER_PREFIX}num_draft_tokens"],
-        accepted_per_position=tuple(accepted),
+        accepted_per_position=tuple(accepted_by_position),
     )
 
 
@@ -202,7 +202,7 @@ def _generation(output: Any, num_top: int = 0) -> Generation:
     first_completion = output.outputs[0]
     times = output.metrics
     has_times = times is not None and times.scheduled_ts > 0 and times.first_token_ts > 0
-    with_completions = len(output.outputs) > 1 or first_completion.logprobs is not None
+    needs_completions = len(output.outputs) > 1 or first_completion.logprobs is not None
     drafts = [stats for completion in output.outputs if (stats := drafts_of(completion)) is not None]
     return Generation(
         text=first_completion.text,
@@ -213,7 +213,7 @@ def _generation(output: Any, num_top: int = 0) -> Generation:
         speculation=sum(drafts, start=SpeculationStats.empty()) if drafts else None,
         ttft_s=times.first_token_ts - times.scheduled_ts if has_times else None,
         latency_s=times.last_token_ts - times.scheduled_ts if has_times else None,
-        completions=tuple(_completion(c, num_top) for c in output.outputs) if with_completions else (),
+        completions=tuple(_completion(c, num_top) for c in output.outputs) if needs_completions else (),
     )
 
 
@@ -233,7 +233,7 @@ def _completion(completion: Any, num_top: int) -> CompletionOutput:
 def _token_logprob(token_id: int, candidates: Mapping[int, Any], num_top: int) -> TokenLogprob:
     """Return a token's log-probability and the most likely tokens.
 
-    vLLM lists the sampled token in addition to the most likely ones; ranks begin at 1.
+    vLLM's `candidates` are the sampled token and the most likely tokens; ranks begin at 1.
     """
     likeliest = sorted(candidates.values(), key=lambda c: c.rank)[:num_top]
     return TokenLogprob(
@@ -254,11 +254,11 @@ def start_engine(
     """Set the environment variables and start vLLM.
 
     Args:
-        node_rank: the leader's rank, for an engine on several nodes; the start waits for the other nodes.
+        node_rank: for an engine on several nodes: the rank of this node, its leader. The start waits for the others.
 
     Raises:
         EngineError: vLLM did not start.
-        ConfigError: the hardware cannot run the spec.
+        ConfigError: the hardware or this version of vLLM cannot run the spec.
     """
     return VllmEngine(_prepare(spec, hardware, engine_index, num_engines_on_node, node_rank))
 
@@ -266,7 +266,7 @@ def start_engine(
 def follow_engine(
     spec: EngineSpec, hardware: Hardware, *, engine_index: int, num_engines_on_node: int, node_rank: NodeRank
 ) -> None:
-    """Run this node's ranks of an engine that another node leads (`follow`)."""
+    """Run this node's ranks of an engine that another node leads, until one of them ends."""
     follow(_prepare(spec, hardware, engine_index, num_engines_on_node, node_rank))
 
 

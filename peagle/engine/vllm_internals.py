@@ -1,4 +1,4 @@
-"""Private and internal names of vLLM 0.29 (docs/upstream.md), except those in `vllm_plugin.py` and `vllm_drafts.py`.
+"""Private and internal names of vLLM 0.29 (docs/upstream.md), without those in `vllm_plugin.py` and `vllm_drafts.py`.
 
 vLLM is imported in functions, after the environment variables that it reads have been set.
 """
@@ -52,7 +52,7 @@ def refusal_errors() -> tuple[type[Exception], ...]:
 
 
 def client_text(error: BaseException) -> str:
-    """Return the text of vLLM's exception for an invalid request, or a generic text if the client must not see it."""
+    """Return the text of vLLM's exception for an invalid request, or a generic text if it would not help the client."""
     import vllm.exceptions
 
     if not hasattr(vllm.exceptions, "VLLMClientError"):  # vLLM 0.24 raises a ValueError
@@ -75,7 +75,7 @@ def counters() -> list[Any]:
 
 
 def drafts_of(sequence: Any) -> SpeculationStats | None:
-    """Return the draft statistics of a finished sequence, or None without them (0.24)."""
+    """Return the draft statistics of a finished sequence, or None if vLLM does not report them (0.24)."""
     drafts = getattr(sequence, "spec_decode_metrics", None)
     if drafts is None:
         return None
@@ -118,6 +118,7 @@ def vocabulary(vllm_config: Any, tokenizer: Any) -> str:
         tokenizer=maybe_wrap_mistral_common_tokenizer(tokenizer),
         vocab_size=vllm_config.model_config.get_vocab_size(),
     )
+    # Every compiled grammar contains the vocabulary.
     serialized: str = backend.compiler.compile_regex("a").tokenizer_info.serialize_json()
     return serialized
 
@@ -143,7 +144,7 @@ def as_ebnf(grammar: str) -> str:
 def follow(arguments: Mapping[str, Any]) -> None:
     """Run this node's ranks until one of them ends, like `vllm serve --headless`.
 
-    The ranks might not notice that the leader has ended. Raises EngineError if they do not start.
+    The ranks might not notice that the leader has ended. Raises EngineError if the ranks do not start.
     """
     from vllm import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
@@ -172,13 +173,13 @@ def compile_seconds(log: str) -> float:
 
 
 def root_cause(log: str) -> str | None:
-    """Return the first error that vLLM's processes logged; the exception of `AsyncLLM` does not name it.
+    """Return the first error that vLLM's processes logged; the exception of `AsyncLLM` does not contain it.
 
     >>> root_cause("(EngineCore pid=7) ERROR 11-21 11:36:04 [core.py:1374] ValueError: the KV cache is too small")
     'ValueError: the KV cache is too small'
     """
-    logged = re.search(r"^\((?:EngineCore|Worker)[^)]*\).*?\] (\w+(?:Error|Exception): .*)$", log, re.MULTILINE)
-    return logged[1] if logged else None
+    error_line = re.search(r"^\((?:EngineCore|Worker)[^)]*\).*?\] (\w+(?:Error|Exception): .*)$", log, re.MULTILINE)
+    return error_line[1] if error_line else None
 
 
 def with_root_cause(error: EngineError, log: str) -> EngineError:
@@ -194,17 +195,18 @@ _WARNING = re.compile(r"^(?:\([^)]*\) )?WARNING [\d-]+ [\d:]+ \[[^\]]*\] (.*)$",
 _COSTLY = re.compile(
     r"perform|slow|degrad|accura|incorrect|unreliable|again|fall(?:s|ing)? ?back|sub-?optimal", re.IGNORECASE
 )
-# Warnings that do not matter here, or that are about peagle's own decisions.
+# Warnings that do not matter here, or that peagle's own decisions cause.
 _HARMLESS = (
     "max_num_scheduled_tokens is set to",  # `arguments.py` sizes a step for drafts
     "Failed to create oneDNN linear",  # for `lm_head`; torch's own kernel is used instead
     "is not found in LD_PRELOAD",  # `peagle doctor` advises about libraries
 )
-_MAX_WARNING_CHARS = 400  # characters
+_MAX_WARNING_CHARS = 400
+_MAX_WARNINGS = 10
 
 
 def costly_warnings(log: str) -> list[str]:
-    """Return the unique warnings of a start that affect speed or correctness, in order.
+    """Return the first unique warnings of a start that concern speed or correctness.
 
     >>> costly_warnings("(Worker pid=7) WARNING 11-25 08:22:20 [kv_cache.py:9] scaling factor 1.0: accuracy issues")
     ['scaling factor 1.0: accuracy issues']
@@ -213,15 +215,15 @@ def costly_warnings(log: str) -> list[str]:
     for warning in _WARNING.findall(log):
         if _COSTLY.search(warning) and not any(text in warning for text in _HARMLESS):
             warnings.append(warning if len(warning) <= _MAX_WARNING_CHARS else f"{warning[:_MAX_WARNING_CHARS]}...")
-    return list(dict.fromkeys(warnings))[:10]
+    return list(dict.fromkeys(warnings))[:_MAX_WARNINGS]
 
 
 class ServeArguments:
     """The arguments of `vllm serve`, parsed by vLLM's own parser.
 
     Attributes:
-        names: all arguments in Python's spelling; `no_x` turns the switch `x` off.
-        of_engine: fields of the engine's arguments; the others belong to the API server.
+        names: all arguments, with underscores; `no_x` turns the switch `x` off.
+        of_engine: the arguments of the engine (`AsyncEngineArgs`); the others belong to the API server.
     """
 
     def __init__(self) -> None:
@@ -256,9 +258,9 @@ class ServeArguments:
 
         flag = f"--{name.replace('_', '-')}"
         # A value may begin with a hyphen.
-        line = [f"{flag}={values[0]}"] if len(values) == 1 else [flag, *values]
+        words = [f"{flag}={values[0]}"] if len(values) == 1 else [flag, *values]
         try:
-            parsed, unparsed = argparse.ArgumentParser.parse_known_args(self._parser, line)
+            parsed, unparsed = argparse.ArgumentParser.parse_known_args(self._parser, words)
         except (argparse.ArgumentError, argparse.ArgumentTypeError) as error:
             raise ValueError(str(error)) from None
         if unparsed or parsed.model_tag:  # a second value would be parsed as the model
@@ -284,7 +286,7 @@ def parser_class(tool_call_parser: str | None, reasoning_parser: str | None) -> 
 
 
 def chat_request(fields: Mapping[str, Any]) -> Any:
-    """Return vLLM's request with these fields and a placeholder message; raises ValueError for wrong fields."""
+    """Return vLLM's request with `fields` and a placeholder message; raises ValueError for invalid fields."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
     return ChatCompletionRequest(messages=[{"role": "user", "content": ""}], **fields)

@@ -1,9 +1,9 @@
 """The vLLM plug-in (`vllm.general_plugins`): work-arounds inside vLLM's processes.
 
-They concern compiled code, sampling with drafts and norms of DFlash on CPUs, requests that cannot have drafts, the
-priority of grammar compilation, the end of drafted answers, and cores that outlive their parent process.
-`vllm_drafts.py` changes drafts.
-docs/upstream.md lists the purpose and versions of each, and the test that fails once vLLM has fixed it.
+On CPUs, they concern compiled code, forked workers, sampling with drafts, DFlash's norms, and requests that cannot have
+drafts. On all platforms, they concern the exit of engine cores (vLLM's `EngineCore` processes), the priority of grammar
+compilation, and `stop` and `min_tokens` with drafts. `vllm_drafts.py` changes the drafts themselves. docs/upstream.md
+lists the purpose and versions of each work-around, and the test that fails once vLLM has fixed the cause.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 NAME = "peagle"
 _GROUP = "vllm.general_plugins"
-_BINDING = "VLLM_CPU_OMP_THREADS_BIND"
+_CORE_BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 
 
 def register() -> None:
@@ -39,7 +39,7 @@ def register() -> None:
 
     change_drafts()
     if current_platform.is_cpu():
-        skip_drafts()  # after `change_drafts`, so that it runs first
+        skip_drafts()  # after `change_drafts`, whose code it wraps
         add_confidence()
         fork_workers()
         load_compiled()
@@ -52,9 +52,9 @@ def register() -> None:
 def exit_with_parent() -> None:
     """Exit when the parent process is gone, even after kill -9.
 
-    Otherwise a core of vLLM (0.24 to 0.32) would keep its device and wait for requests forever. Ray ends the children
-    of a crashed worker, but not if Ray itself crashes. Under Ray, vLLM spawns its core; a forked core (without Ray on a
-    CPU) inherits the loaded plug-ins and does not call this.
+    Otherwise an engine core of vLLM (0.24 to 0.32) would keep its device and wait for requests forever. Ray ends the
+    children of a crashed worker, but not if Ray itself crashes. Under Ray, vLLM spawns its engine core. Without Ray, it
+    forks the core on a CPU; a forked core inherits the loaded plug-ins and does not call this function.
     """
     if (parent := multiprocessing.parent_process()) is not None:
 
@@ -66,10 +66,10 @@ def exit_with_parent() -> None:
 
 
 def fork_workers() -> None:
-    """Fork a core's workers on CPUs, so that they do not import vLLM once more.
+    """Fork an engine core's workers on CPUs, so that they do not import vLLM once more.
 
-    That saves 7 s of a start on two cores (AMD EPYC, 2026-11-28); the speed is the same. By default, vLLM spawns
-    workers on CPUs and forks them elsewhere.
+    That makes a start 7 s shorter on two CPU cores (AMD EPYC, 2026-11-28), and does not change the engine's speed. By
+    default, vLLM spawns workers on CPUs and forks them on other platforms.
     """
     if not multiprocessing.current_process().name.startswith("EngineCore"):
         return
@@ -95,9 +95,9 @@ def require_installed() -> None:
 def load_compiled() -> None:
     """Make vLLM load its compiled code on a CPU.
 
-    On CPUs, vLLM (0.29 to 0.32) compiles with torch's own backend, stores the function, and calls `finalize_loading` on
-    the loaded function, which is a method of vLLM's other backend. The failure is only logged, and everything is
-    compiled again.
+    On CPUs, vLLM (0.29 to 0.32) compiles with torch's own backend and stores the function. On loading the
+    function, it calls `finalize_loading`, which only functions of vLLM's other backend have. vLLM logs the failure and
+    compiles again.
     """
     from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable as Loaded
 
@@ -106,7 +106,7 @@ def load_compiled() -> None:
 
 
 def share_between_cores() -> None:
-    """Key compiled code by the number of cores instead of their ids, so that engines of a node share it."""
+    """Make the engines of a node share compiled code: key it by the number of CPU cores instead of their ids."""
     from vllm import envs
 
     original = envs.compile_factors
@@ -115,7 +115,9 @@ def share_between_cores() -> None:
 
     def compile_factors() -> dict[str, object]:
         factors: dict[str, object] = original()
-        return factors | {_BINDING: _num_cores(str(factors[_BINDING]))} if _BINDING in factors else factors
+        if _CORE_BINDING not in factors:
+            return factors
+        return factors | {_CORE_BINDING: _num_cores(str(factors[_CORE_BINDING]))}
 
     compile_factors.counts_cores = True  # type: ignore[attr-defined]
     envs.compile_factors = compile_factors
@@ -144,8 +146,8 @@ def expand(
 
     Args:
         output: [num_tokens], of any type; written in place.
-        values: [num_requests]; `replace_from` in them becomes `replace_to`.
-        cu_num_tokens: [num_requests], tokens up to and including each request.
+        values: [num_requests]; values equal to `replace_from` become `replace_to`.
+        cu_num_tokens: [num_requests], cumulative number of tokens.
     """
     num_tokens = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
     output.copy_(values.masked_fill(values == replace_from, replace_to).repeat_interleave(num_tokens))
@@ -154,9 +156,9 @@ def expand(
 def replace_kernel() -> None:
     """Replace vLLM's kernel with `expand`.
 
-    Without Triton, vLLM (0.29 to 0.32) repeats each request's temperature, top-k and top-p for its drafts into a copy
-    that it discards, and divides the target's logits by uninitialised memory. As soon as one request of a batch is
-    sampled, all requests of that batch get wrong answers, including greedy requests
+    vLLM's kernel copies each request's temperature, top-k and top-p for each of its draft tokens. Without Triton, vLLM
+    (0.29 to 0.32) discards this copy, and divides the target's logits by uninitialised memory. As soon as one request
+    of a batch is sampled, all its requests get wrong answers, including greedy requests
     (https://github.com/vllm-project/vllm/issues/55005).
     """
     from vllm.utils import cpu_triton_utils
@@ -175,24 +177,26 @@ def probe() -> None:
     import torch
     from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
 
-    ends = torch.tensor([3, 3, 4, 6], dtype=torch.int32)
-    for values, expected in (  # temperatures and top-k that no earlier computation leaves in memory
+    cu_num_tokens = torch.tensor([3, 3, 4, 6], dtype=torch.int32)
+    # Temperatures, then top-k; unlikely values, so that uninitialised memory does not contain them by chance.
+    for values, expected in (
         ([0.8125, 7.5, 0.0, 0.40625], [0.8125] * 3 + [1.0] + [0.40625] * 2),
         ([2713, 31, 0, 4409], [2713] * 3 + [1] + [4409] * 2),
     ):
-        expanded = expand_batch_to_tokens(torch.tensor(values), ends, 6, replace_from=0, replace_to=1).tolist()
+        values_by_token = expand_batch_to_tokens(torch.tensor(values), cu_num_tokens, 6, replace_from=0, replace_to=1)
+        expanded = values_by_token.tolist()
         if expanded != expected:
             raise RuntimeError(
                 "this vLLM does not use the requests' sampling values for drafts: "
-                f"{values} over 3, 0, 1 and 2 drafts became {expanded}, not {expected}. Run without a drafter, or with "
-                "the version of vLLM that peagle is made for"
+                f"for requests with 3, 0, 1 and 2 draft tokens, {values} became {expanded}, not {expected}. Run "
+                "without a drafter, or with the version of vLLM that peagle requires"
             )
 
 
 def probe_before_loading() -> None:
-    """Make each drafting CPU worker test its kernel before it loads the models.
+    """Make each CPU worker with a drafter call `probe` before it loads the models.
 
-    The kernel cannot be tested here, because the worker installs its kernels after its plug-ins.
+    Plug-ins cannot call `probe` themselves, because a worker installs its kernels after it has loaded its plug-ins.
     """
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
@@ -218,14 +222,11 @@ class _ExpandLauncher:
         return expand
 
 
-NICE = 10  # about a tenth of a core next to busy threads
-
-
 def normalize_each_layer() -> None:
     """Make the RMS norm on CPUs use the weights of each layer.
 
-    DFlash normalises the keys of all layers at once, with weights [layers, head size]. vLLM's kernel for CPUs (0.29)
-    only reads the first layer's.
+    DFlash normalises the keys of all layers in one call, with weights [layers, head size]. vLLM's kernel for CPUs
+    (0.29) only reads the weights of the first layer.
     """
     from vllm import _custom_ops
 
@@ -244,10 +245,13 @@ def normalize_each_layer() -> None:
     _custom_ops.rms_norm = rms_norm
 
 
-def lower_grammar_compile_priority() -> None:
-    """Lower the priority of the threads in which vLLM's core compiles grammars.
+NICE = 10  # about a tenth of a CPU core next to busy threads
 
-    They would slow down the steps of every request. xgrammar's own threads inherit the priority.
+
+def lower_grammar_compile_priority() -> None:
+    """Lower the priority of the threads in which vLLM's engine core compiles grammars.
+
+    At normal priority, they would slow down all requests. xgrammar's own threads inherit the priority.
     """
     from vllm.v1.structured_output import StructuredOutputManager
 
@@ -272,10 +276,10 @@ def skip_drafts() -> None:
     """Run requests with `logit_bias` or `min_p` without drafts in an engine that drafts for other requests.
 
     vLLM (0.29) refuses such requests, because it does not apply these parameters to the logits that verify drafts. But
-    without drafts, a request's token is sampled as without a drafter. So the scheduler drops the drafts of such a
-    request, and the worker gets the processors of both parameters.
+    for a request without drafts, vLLM samples as it does without a drafter. So the scheduler drops the drafts of such
+    requests, and the worker gets the logits processors of both parameters.
 
-    Only for schedulers that receive drafts as lists, as on CPUs: otherwise drafts never leave the device.
+    The scheduler must receive drafts as lists, as on CPUs. On other platforms, drafts never leave the device.
     """
     from vllm.sampling_params import SamplingParams
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -286,7 +290,7 @@ def skip_drafts() -> None:
         return
 
     @functools.wraps(update)
-    def update_verifiable(self: Any, draft_token_ids: Any) -> None:
+    def update_without_skipped(self: Any, draft_token_ids: Any) -> None:
         for index, request_id in enumerate(draft_token_ids.req_ids):
             request = self.requests.get(request_id)
             sampling = request and request.sampling_params
@@ -295,7 +299,7 @@ def skip_drafts() -> None:
         update(self, draft_token_ids)
 
     @functools.wraps(build)
-    def build_all(vllm_config: Any, device: Any, *arguments: Any, **options: Any) -> Any:
+    def build_with_both(vllm_config: Any, device: Any, *arguments: Any, **options: Any) -> Any:
         processors = build(vllm_config, device, *arguments, **options)
         if vllm_config.speculative_config is None or vllm_config.model_config.runner_type == "pooling":
             return processors
@@ -303,12 +307,12 @@ def skip_drafts() -> None:
         added = [processor_class(vllm_config, device, False) for processor_class in processor_classes]
         return logits_processor.LogitsProcessors([*processors.all, *added])
 
-    update_verifiable.skips_drafts = True  # type: ignore[attr-defined]
-    Scheduler.update_draft_token_ids = update_verifiable
+    update_without_skipped.skips_drafts = True  # type: ignore[attr-defined]
+    Scheduler.update_draft_token_ids = update_without_skipped
     SamplingParams._validate_spec_decode = lambda self, speculative_config: None  # would refuse both parameters
-    logits_processor.build_logitsprocs = build_all
+    logits_processor.build_logitsprocs = build_with_both
     if runner := sys.modules.get("vllm.v1.worker.gpu_model_runner"):  # the runner imports the function by name
-        runner.build_logitsprocs = build_all  # type: ignore[attr-defined]
+        runner.build_logitsprocs = build_with_both  # type: ignore[attr-defined]
 
 
 def cut_at_stop_strings() -> None:
@@ -349,10 +353,10 @@ def cut_at_stop_strings() -> None:
 
 
 def count_drafts_toward_min_tokens() -> None:
-    """Allow the token after drafts that reach `min_tokens` to end a response.
+    """Allow the token after a draft to end a response, if the draft reaches `min_tokens`.
 
-    vLLM counts earlier drafts for each draft, but not for the token after the last draft. So it bans stop tokens there
-    although `min_tokens` is reached, and the response becomes longer than without a drafter.
+    At each draft token, vLLM counts the draft tokens before it, but not at the token after the draft. So vLLM bans stop
+    tokens there although `min_tokens` is reached, and the response becomes longer than without a drafter.
     """
     from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
     from vllm.v1.sample.sampler import Sampler
@@ -376,7 +380,7 @@ def count_drafts_toward_min_tokens() -> None:
 
 @contextlib.contextmanager
 def _drafts_counted(processor: Any, drafts: Sequence[Sequence[int]]) -> Iterator[None]:
-    """Lift the bans of requests that reach `min_tokens` with their drafts, given by index in the batch."""
+    """Lift the bans of stop tokens for requests that reach `min_tokens` with their drafts (by index in the batch)."""
     import torch
 
     reached = [
@@ -395,5 +399,5 @@ def _drafts_counted(processor: Any, drafts: Sequence[Sequence[int]]) -> Iterator
     try:
         yield
     finally:
-        for name, pair in banned.items():
-            setattr(processor, name, pair)
+        for name, indices_and_tokens in banned.items():
+            setattr(processor, name, indices_and_tokens)

@@ -36,7 +36,7 @@ class Body:
 
 
 class _InvalidField(Exception):  # noqa: N818
-    """A field of a body is invalid. The message starts with the field's name."""
+    """An error in a field of a body. The message starts with the field's name."""
 
 
 def parse_body(
@@ -110,7 +110,7 @@ def _template(set_fields: Mapping[str, Any], *, has_tool_parser: bool) -> dict[s
     if tools := set_fields.get("tools"):
         template["tools"] = _tools(tools)
         if set_fields.get("tool_choice") != "none" and not has_tool_parser:
-            raise _InvalidField('tools: require a tool_call_parser, or tool_choice: "none"')
+            raise _InvalidField('tools: requires a tool_call_parser, or tool_choice: "none"')
     return template
 
 
@@ -144,14 +144,14 @@ def _sampling(set_fields: Mapping[str, Any], is_chat: bool) -> dict[str, Any]:
     if "max_completion_tokens" in set_fields:
         values["max_tokens"] = set_fields["max_completion_tokens"]
     if is_chat:
-        is_requested, top = set_fields.get("logprobs", False), set_fields.get("top_logprobs", 0)
+        is_requested, num_top = set_fields.get("logprobs", False), set_fields.get("top_logprobs", 0)
         if not isinstance(is_requested, bool):
             raise _InvalidField(f"logprobs: must be true or false, not {shown(is_requested)}")
-        if type(top) is not int or not 0 <= top <= MAX_LOGPROBS:
-            raise _InvalidField(f"top_logprobs: must be a number from 0 to {MAX_LOGPROBS}, not {shown(top)}")
-        if top and not is_requested:
+        if type(num_top) is not int or not 0 <= num_top <= MAX_LOGPROBS:
+            raise _InvalidField(f"top_logprobs: must be an integer from 0 to {MAX_LOGPROBS}, not {shown(num_top)}")
+        if num_top and not is_requested:
             raise _InvalidField("top_logprobs: requires logprobs: true")
-        values["logprobs"] = top if is_requested else None
+        values["logprobs"] = num_top if is_requested else None
     values |= _constraint(set_fields.get("response_format", {"type": "text"}))
     parsed = parse_overrides(values)
     if isinstance(parsed, str):
@@ -182,7 +182,7 @@ ANSWER_COLUMNS = frozenset(
     {"id", "response", "finish_reason", "num_prompt_tokens", "num_cached_tokens", "num_output_tokens", "model",
      "completions", "reasoning", "tool_calls"}
 )  # fmt: skip
-# Reasons of dead letters whose request is invalid.
+# Reasons of dead letters with an invalid request.
 _REQUEST_FAULTS = frozenset(
     {"invalid", "invalid_row", "invalid_prompt", "invalid_messages", "empty_prompt", "prompt_too_long",
      "template_error", "refused"}
@@ -190,7 +190,7 @@ _REQUEST_FAULTS = frozenset(
 
 
 def output_line(row: Mapping[str, Any], *, custom_id: str, is_chat: bool, created: int, run_id: str) -> dict[str, Any]:
-    """Return a line of the output file. It depends only on the arguments, so the same run writes the same bytes.
+    """Return a line of the output file. It only depends on the arguments, so each export of a run has the same bytes.
 
     Args:
         row: an output row of a run, with the columns of `ANSWER_COLUMNS` that exist in the run.
@@ -204,7 +204,7 @@ def output_line(row: Mapping[str, Any], *, custom_id: str, is_chat: bool, create
 
 
 def error_line(dead_letter: Mapping[str, Any], *, custom_id: str | None, run_id: str) -> dict[str, Any]:
-    """Return a line of the error file: an API error response for an invalid request, else an error object."""
+    """Return a line of the error file: with an error response (400) for an invalid request, else with an error."""
     response_id = _response_id(run_id, dead_letter["id"])
     line = {"id": f"batch_req_{response_id}", "custom_id": custom_id, "response": None, "error": None}
     if dead_letter["reason"] not in _REQUEST_FAULTS:
@@ -224,7 +224,7 @@ def _response_id(run_id: str, row_id: str) -> str:
 
 
 def _parsed_message(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a chat message that vLLM's parsers have filled; empty without parsers."""
+    """Return the fields of a chat message that vLLM's parsers have filled; {} without parsers."""
     if "tool_calls" not in row:
         return {}
     message: dict[str, Any] = {"content": row["response"]}
@@ -241,15 +241,16 @@ def _parsed_message(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def answer(row: Mapping[str, Any], response_id: str, *, is_chat: bool, created: int) -> dict[str, Any]:
     """Return the complete response for an output row (see `output_line`)."""
-    single = {"text": row["response"], "finish_reason": row["finish_reason"], "logprobs": None}
+    only_choice = {"text": row["response"], "finish_reason": row["finish_reason"], "logprobs": None}
     choices: list[dict[str, Any]] = []
-    for index, completion in enumerate(row["completions"] or [single]):
+    for index, completion in enumerate(row["completions"] or [only_choice]):
         if is_chat:
             message = {"role": "assistant", "content": completion["text"], "refusal": None}
             content: Any = {"message": message | _parsed_message(row)}
             logprobs = _chat_logprobs(completion["logprobs"])
         else:
             content, logprobs = {"text": completion["text"]}, _logprobs(completion["logprobs"])
+        # Only the row's own reason can be "tool_calls".
         reason = row["finish_reason"] if index == 0 else completion["finish_reason"]
         choices.append({"index": index, **content, "logprobs": logprobs, "finish_reason": reason})
     return {
@@ -324,10 +325,10 @@ def _token(token: Mapping[str, Any]) -> dict[str, Any]:
 def _logprobs(tokens: Sequence[Mapping[str, Any]] | None, offset: int = 0) -> dict[str, Any] | None:
     if tokens is None:
         return None
-    end_offsets = list(itertools.accumulate((len(token["token"]) for token in tokens), initial=offset))
+    offsets = list(itertools.accumulate((len(token["token"]) for token in tokens), initial=offset))
     return {
         "tokens": [token["token"] for token in tokens],
         "token_logprobs": [logprob_number(token["logprob"]) for token in tokens],
         "top_logprobs": [{top["token"]: logprob_number(top["logprob"]) for top in token["top"]} for token in tokens],
-        "text_offset": end_offsets[:-1],
+        "text_offset": offsets[:-1],  # the last one is the end of the text
     }

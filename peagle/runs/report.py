@@ -36,17 +36,17 @@ _Result = TypeVar("_Result")
 def retry_if_changed(run: RunDirectory, make: Callable[[], _Result]) -> _Result:
     """Return the result of `make`, which is called again if the run changes in the meantime.
 
-    A driver may be suspended while it writes a report, and resume after another driver has added a retry and written a
-    newer report. For an unfinished run `make` is called once: the driver that finishes the run writes the report.
+    A driver might be suspended while it writes a report, and resume after another driver has added a retry and written
+    a newer report. For an unfinished run, `make` is called once: the driver that finishes the run writes the report.
     """
     while True:
-        finished_before = _finished(run)
+        state_before = _finished_state(run)
         result = make()
-        if _finished(run) in (None, finished_before):
+        if _finished_state(run) in (None, state_before):
             return result
 
 
-def _finished(run: RunDirectory) -> tuple[int, frozenset[int]] | None:
+def _finished_state(run: RunDirectory) -> tuple[int, frozenset[int]] | None:
     """Return the number of retries and the units of a finished run, or None if the run is not finished."""
     plan, committed = run.plan(), frozenset(run.committed())
     return (plan.num_retries, committed) if committed.issuperset(unit.unit for unit in plan.units) else None
@@ -60,8 +60,8 @@ def make_report(run: RunDirectory) -> dict[str, Any]:
 def _write_report(run: RunDirectory) -> dict[str, Any]:
     manifest = run.manifest()
     plan = run.plan()
-    times, price = UnitTimes(), Price.from_dict(manifest["price"])
-    total = account(times.record(run.usages()), _sessions_read_last(run), price)
+    unit_times, price = UnitTimes(), Price.from_dict(manifest["price"])
+    total = account(unit_times.record(run.usages()), _sessions_read_last(run), price)
     sessions = run.sessions()
     run_info = {
         **manifest["run"],
@@ -74,7 +74,7 @@ def _write_report(run: RunDirectory) -> dict[str, Any]:
         "is_stand_in": uses_fake_engine(manifest),
     }
     report = report_dict(total, run_info)
-    report["timeline"] = times.timeline(sessions, price)
+    report["timeline"] = unit_times.timeline(sessions, price)
     report["self_checks"] = count_outcomes(session.self_check for session in sessions)
     report["notes"] += [f"{note}." for note in plan.notes]
     for name, read in (("rows", row_figures), ("failures", failures)):
@@ -84,7 +84,7 @@ def _write_report(run: RunDirectory) -> dict[str, Any]:
             report[name] = None
             report["notes"].append(f"The {name} are not shown: {error.message}")
     with converted_write_errors(
-        run, hint="free some space, or make the folder writable; peagle status and peagle audit write nothing"
+        run, hint="free some space, or make the folder writable; peagle status and peagle audit need neither"
     ):
         write_json(run.root / "report.json", report)
         write_atomic(run.root / "report.html", render_html(report).encode())
@@ -92,25 +92,26 @@ def _write_report(run: RunDirectory) -> dict[str, Any]:
 
 
 def _sessions_read_last(run: RunDirectory) -> Iterator[EngineSession]:
-    """Read the sessions only when they are first used: after the units, so that each unit's session is included."""
+    """Yield the sessions, read when the first is used: after the units, so that each unit's session is included."""
     yield from run.sessions()
 
 
 # --- rows
 
-MAX_UNITS = 256  # up to `BATCH_ROWS` rows of each are read
-_READERS = 16
-_MEASURES = ("num_prompt_tokens", "num_output_tokens", "ttft_s", "latency_s")
-_COLUMNS = frozenset({"finish_reason", *_MEASURES})
+MAX_UNITS = 256  # of each, up to `BATCH_ROWS` rows are read
+_NUM_READERS = 16
+_MEASURED_COLUMNS = ("num_prompt_tokens", "num_output_tokens", "ttft_s", "latency_s")
+_COLUMNS = frozenset({"finish_reason", *_MEASURED_COLUMNS})
 _PERCENTS = (50, 95, 99)
-_MIN_BARS = 6  # a histogram has up to four times as many
+_MIN_BARS = 6  # `grid_step` makes up to four times as many
+# Limits of what the report shows.
 _NUM_INPUTS, _INPUT_CHARS, _ANSWER_CHARS, _MESSAGE_CHARS = 6, 600, 1200, 200
 
 
 def row_figures(run: RunDirectory) -> dict[str, Any] | None:
     """Return statistics of committed rows, or None without rows.
 
-    Only the first rows of at most 256 units are read, evenly spread over the run.
+    Only the first rows of a unit are read, and at most `MAX_UNITS` units, evenly spread over the run.
 
     Returns:
         `num_read`, `finish_reasons` (counts), `measures` (by column: `p50`, `p95`, `p99` and `histogram`) and `samples`
@@ -118,7 +119,7 @@ def row_figures(run: RunDirectory) -> dict[str, Any] | None:
     """
     committed = sorted(run.committed())
     paths = [run.unit_path(unit) for unit in _spread_evenly(committed, MAX_UNITS)]
-    with ThreadPoolExecutor(_READERS) as readers:
+    with ThreadPoolExecutor(_NUM_READERS) as readers:
         batches = [(path, batch) for path, batch in zip(paths, readers.map(_first_rows, paths), strict=True) if batch]
     num_read = sum(batch.num_rows for _, batch in batches)
     if not num_read:
@@ -127,17 +128,17 @@ def row_figures(run: RunDirectory) -> dict[str, Any] | None:
 
     table = pa.Table.from_batches([batch for _, batch in batches])
     reasons = Counter(str(reason) for reason in table["finish_reason"].to_pylist())
-    measured = {name: _measure(table[name].drop_null().to_numpy()) for name in _MEASURES}
+    measures = {name: _measure(table[name].drop_null().to_numpy()) for name in _MEASURED_COLUMNS}
     return {
         "num_read": num_read,
         "finish_reasons": dict(reasons.most_common()),
-        "measures": {name: measure for name, measure in measured.items() if measure},
+        "measures": {name: measure for name, measure in measures.items() if measure},
         "samples": _samples([(path, batch.num_rows) for path, batch in batches]),
     }
 
 
 def failures(run: RunDirectory) -> list[dict[str, Any]]:
-    """Return the dead letters that are not retried, by `reason`, with `count` and the message of an `example`."""
+    """Return each `reason` of dead letters that are not retried, with its `count` and an `example` message."""
     counts, examples = Counter[str](), dict[str, str]()
     for letter in run.dead_letters():
         counts[letter["reason"]] += 1
@@ -149,7 +150,7 @@ def histogram(values: "np.ndarray[Any, Any]") -> dict[str, Any]:
     """Return counts over equal ranges up to the 99th percentile.
 
     Returns:
-        `first` (the lower end), `step`, `counts`, and `has_more`: the last range includes all larger values.
+        `first` (the lower end), `step`, `counts`, and `has_more` (whether the last range includes all larger values).
     """
     import numpy as np
 
@@ -187,21 +188,21 @@ def _spread_evenly(units: Sequence[int], max_units: int) -> list[int]:
     >>> _spread_evenly([0, 1, 2, 3, 4, 5], 3)
     [0, 2, 4]
     """
-    num = min(max_units, len(units))
-    return [units[index * len(units) // num] for index in range(num)]
+    num_chosen = min(max_units, len(units))
+    return [units[index * len(units) // num_chosen] for index in range(num_chosen)]
 
 
 def _samples(units: Sequence[tuple[StoragePath, int]]) -> list[dict[str, Any]]:
-    """Return the first, the middle and the last row. `units` are paths and numbers of rows read."""
-    end_numbers = list(accumulate(num_rows for _, num_rows in units))
+    """Return the first, the middle and the last of the rows read. `units` are paths with their numbers of rows read."""
+    row_ends = list(accumulate(num_rows for _, num_rows in units))
     rows = []
-    for number in dict.fromkeys((0, end_numbers[-1] // 2, end_numbers[-1] - 1)):
-        index = bisect_right(end_numbers, number)
+    for row_number in dict.fromkeys((0, row_ends[-1] // 2, row_ends[-1] - 1)):
+        index = bisect_right(row_ends, row_number)
         path, num_rows = units[index]
         batch = _first_rows(path, None)
         with contextlib.suppress(OverflowError, ValueError):  # a timestamp that Python cannot represent
             if batch:
-                rows += to_values(batch.slice(number - (end_numbers[index] - num_rows), 1))
+                rows += to_values(batch.slice(row_number - (row_ends[index] - num_rows), 1))
     return [_sample(row) for row in rows]
 
 

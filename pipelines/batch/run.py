@@ -1,6 +1,6 @@
 """A bulk run, from its request to its report.
 
-`decide.py` resolves it, `streaming.py` moves units through Ray Data, and `worker.py` generates rows.
+`decide.py` resolves the request, `streaming.py` moves units through Ray Data, and `worker.py` generates rows.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ class Outcome:
 
     Attributes:
         report: as in `report.json`.
-        export: None if the units already have the requested format.
+        export: None for Parquet, the format of the units.
     """
 
     report: dict[str, Any]
@@ -113,7 +113,7 @@ def create_or_continue(request: RunRequest, run: ResolvedRun) -> Plan:
     """Create the run directory, or check that it belongs to this run.
 
     Returns:
-        The plan with the stored units, which might be another driver's.
+        The plan with the stored units, which another driver might have planned.
     """
     directory = run.directory
     if not directory.exists and directory.create(manifest(request, run), run.plan):
@@ -123,7 +123,7 @@ def create_or_continue(request: RunRequest, run: ResolvedRun) -> Plan:
     provenance.require_same_fingerprint(
         stored_manifest["fingerprint"], run.fingerprint(current_plan.corpus_fingerprint), str(directory)
     )
-    # A batch, which has a slot group, keeps its price even if the endpoint's price has changed.
+    # Only batches have a slot group. A batch keeps its price even if the endpoint's price has changed.
     if run.slot_group is None:
         require_same_price(
             run.config,
@@ -139,7 +139,7 @@ def create_or_continue(request: RunRequest, run: ResolvedRun) -> Plan:
 
 def manifest(request: RunRequest, run: ResolvedRun) -> dict[str, Any]:
     """Return `run.json` of a new run."""
-    drafter, watch, baseline = run.spec.drafter, run.drafter_watch(), run.baseline
+    drafter, drafter_watch, baseline = run.spec.drafter, run.drafter_watch(), run.baseline
     return {
         "schema": provenance.SCHEMA,
         "keeps_inputs": True,  # input columns keep their names
@@ -158,7 +158,7 @@ def manifest(request: RunRequest, run: ResolvedRun) -> dict[str, Any]:
             "num_speculative_tokens": drafter.num_speculative_tokens if drafter else None,
             "precision": run.precision.describe(),
             "concurrency": run.spec.max_num_seqs,
-            "break_even_acceptance_length": watch.break_even_length if watch else None,
+            "break_even_acceptance_length": drafter_watch.break_even_length if drafter_watch else None,
             "baseline": asdict(baseline) if baseline else None,
             "num_engines": run.config.engine_range.fixed,
             "sampling": run.config.sampling(),
@@ -173,7 +173,7 @@ def _retry(directory: RunDirectory, plan: Plan, progress: RunProgress) -> Plan:
     plan_with_retries = plan_retry(directory, plan)
     retry_units = plan_with_retries.units[len(plan.units) :]
     if retry_units:
-        progress.say(f"retrying {sum(unit.num_rows for unit in retry_units)} failed rows")
+        progress.say(f"failed rows to retry: {sum(unit.num_rows for unit in retry_units)}")
     else:
         progress.say("there are no failed rows to retry")
     return plan_with_retries
@@ -209,13 +209,13 @@ def execute(
                 check=supervisor.require_within_limits,
                 announce=progress.say,
             )
-            ray_cluster.release_nodes()  # the engines request them from now on
+            ray_cluster.release_nodes()  # from now on, the engines request nodes
             progress.enter("loading" if run.spec.enforce_eager else "loading and compiling")
             stream(run, units, supervisor, progress, RunMetrics(request, run))
 
 
 def _tag_budgets(run: ResolvedRun) -> TagBudgets | None:
-    """Return the budgets of the run's tags at an endpoint, or None without `draw_on`."""
+    """Return the budgets that the run shares with the endpoint `draw_on` through its tags; None without `draw_on`."""
     config = run.config
     if config.draw_on is None:
         return None
@@ -229,7 +229,7 @@ def _tag_budgets(run: ResolvedRun) -> TagBudgets | None:
 def finish(request: RunRequest, run: ResolvedRun, *, was_already_finished: bool) -> Outcome:
     """Write the report and the export of a run whose units are all committed.
 
-    Also called for a run that was already finished, since its driver might have been killed before that.
+    Also called for a run that was already finished, since its driver might have been killed before it wrote them.
 
     Raises:
         TooManyFailedRows: more rows failed than allowed; report and export are written anyway.

@@ -77,23 +77,24 @@ class ServedModelOptions(FakeEngineOptions, EngineOptions):
 
     @property
     def parsers(self) -> dict[str, Any]:
-        tools = {"enable_auto_tool_choice": True, "tool_call_parser": self.tool_call_parser}
-        return (tools if self.tool_call_parser else {}) | (
+        """The arguments of vLLM's API server for the configured parsers."""
+        tool_arguments = {"enable_auto_tool_choice": True, "tool_call_parser": self.tool_call_parser}
+        return (tool_arguments if self.tool_call_parser else {}) | (
             {"reasoning_parser": self.reasoning_parser} if self.reasoning_parser else {}
         )
 
     @field_validator("limit_mm_per_prompt", mode="before")
     @classmethod
-    def _parse_limits(cls, value: Any) -> Any:
+    def _parse_media_limits(cls, value: Any) -> Any:
         return json.loads(value) if isinstance(value, str) else value
 
     @field_validator("limit_mm_per_prompt")
     @classmethod
-    def _check_modalities(cls, value: dict[str, int]) -> dict[str, int]:
+    def _check_media_limits(cls, value: dict[str, int]) -> dict[str, int]:
         if unknown := sorted(value.keys() - set(MODALITIES)):
             raise ValueError(f"unknown modality {unknown[0]!r}; choose from {', '.join(MODALITIES)}")
         if any(limit < 0 for limit in value.values()):
-            raise ValueError("the numbers must be at least 0")
+            raise ValueError("each limit must be at least 0")
         return {name: limit for name, limit in value.items() if limit}
 
     @field_validator("allowed_media_domains", mode="before")
@@ -105,14 +106,14 @@ class ServedModelOptions(FakeEngineOptions, EngineOptions):
     def _require_media_for_domains(self) -> Self:
         if self.allowed_media_domains and not self.limit_mm_per_prompt:
             raise ValueError(
-                "allowed_media_domains requires limit_mm_per_prompt: without it, the model only takes text"
+                "allowed_media_domains requires limit_mm_per_prompt, because without it the model only takes text"
             )
         return self
 
     @model_validator(mode="after")
     def _check_replicas(self) -> Self:
         if self.min_replicas > self.max_replicas:
-            raise ValueError(f"min_replicas is {self.min_replicas} and max_replicas is {self.max_replicas}")
+            raise ValueError(f"min_replicas ({self.min_replicas}) exceeds max_replicas ({self.max_replicas})")
         return self
 
 
@@ -217,11 +218,11 @@ class ServeConfig(ServedModelOptions, PriceOptions, TagOptions):
 
     @field_validator("idle_timeout", mode="before")
     @classmethod
-    def _parse_timeout(cls, value: Any) -> Any:
+    def _parse_idle_timeout(cls, value: Any) -> Any:
         return parse_duration_s(value) if isinstance(value, str) else value
 
     @model_validator(mode="after")
-    def _check_timeout(self) -> Self:
+    def _check_idle_timeout(self) -> Self:
         if self.idle_timeout is not None and self.idle_timeout < 2 * self.heartbeat_s:
             raise ValueError(f"idle_timeout must be at least twice heartbeat_s ({self.heartbeat_s:g} s)")
         return self
@@ -235,10 +236,10 @@ class ServeConfig(ServedModelOptions, PriceOptions, TagOptions):
         return models
 
     @model_validator(mode="after")
-    def _require_certificate_key(self) -> Self:
+    def _require_both_tls_files(self) -> Self:
         if (self.tls_cert is None) != (self.tls_key is None):
-            given, missing = ("tls_key", "tls_cert") if self.tls_cert is None else ("tls_cert", "tls_key")
-            raise ValueError(f"{given} is given without {missing}: https needs both")
+            set_option, missing = ("tls_key", "tls_cert") if self.tls_cert is None else ("tls_cert", "tls_key")
+            raise ValueError(f"{set_option} is set without {missing}, but https needs both")
         return self
 
     @model_validator(mode="after")
@@ -261,6 +262,7 @@ class ServeConfig(ServedModelOptions, PriceOptions, TagOptions):
 
     @property
     def served(self) -> tuple[ServedModelOptions, ...]:
+        """The served models: `models`, or the single model from the top-level options."""
         if self.models:
             return self.models
         values = {name: getattr(self, name) for name in ServedModelOptions.model_fields}

@@ -1,8 +1,8 @@
 """The HTTP routes: Ray's `OpenAiIngress` behind the gate, plus `/health`, `/v1/cost`, `/v1/live` and the web page.
 
 Ray's own FastAPI application sends internal exceptions to clients and lets every web site send requests with
-credentials (CORS), so only its handlers are used. Embeddings, scores and transcriptions are omitted: no supported model
-offers them.
+credentials (CORS), so only its handlers are used. Embeddings, scores and transcriptions are omitted, because no
+supported model offers them.
 """
 
 import asyncio
@@ -106,15 +106,15 @@ class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's 
         self._start_metrics(has_break_even=any(break_even.values()))
         self._requires_key = settings.requires_key
 
-    def _make_batches(self, batches: BatchSettings) -> Batches:
+    def _make_batches(self, settings: BatchSettings) -> Batches:
         current_key = self._ring.current if self._ring else None
-        if batches.lends:  # add the endpoint's and its engines' names in Serve
+        if settings.lends:  # batches find the endpoint's engines by their names in Ray Serve
             app_name = serve.get_replica_context().app_name
-            batches = replace(batches, application=app_name, deployments=self._deployments)
-        return Batches(batches, Runner(), spent_usd=self._cost.spent_usd, current_key=current_key)
+            settings = replace(settings, application=app_name, deployments=self._deployments)
+        return Batches(settings, Runner(), spent_usd=self._cost.spent_usd, current_key=current_key)
 
     def _start_metrics(self, *, has_break_even: bool) -> None:
-        """Publish the metrics of budgets and break-even lengths, if there are any."""
+        """Publish the use of budgets, and break-even acceptance lengths if the models have any."""
         used_ratio = create_metric("peagle_budget_used_ratio")
         watch = BudgetWatch(
             self._ring,
@@ -124,13 +124,13 @@ class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's 
         )
         threading.Thread(target=watch.watch_forever, daemon=True).start()
         if has_break_even:
-            length = create_metric("peagle_break_even_acceptance_length")
+            break_even_length = create_metric("peagle_break_even_acceptance_length")
             drafters = {name: card["peagle"]["drafter"] or "" for name, card in self._cards.items()}
             threading.Thread(
                 target=publish_break_even_forever,
                 args=(
                     self._live,
-                    lambda name, value: length.set(value, {"model_name": name, "drafter": drafters[name]}),
+                    lambda name, value: break_even_length.set(value, {"model_name": name, "drafter": drafters[name]}),
                 ),
                 daemon=True,
             ).start()
@@ -165,7 +165,7 @@ class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's 
     ) -> JSONResponse:
         """Return usage and cost: for all keys if the client is an operator, otherwise for its key.
 
-        With `start`, `end` (UTC days, inclusive) or `by`, return a cost report like that of `peagle cost`.
+        With `start`, `end` (UTC days, inclusive) or `by`, return the cost report of `peagle cost` for that period.
         """
         has_period = any(value is not None for value in (start, end, by))
         period = requested_period(start, end, by, window_s) if has_period else None
@@ -228,7 +228,7 @@ class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's 
     async def ping(self) -> Response:
         """Return 200 if each model has a running engine according to Serve, else 503.
 
-        The engines are not called: with full slots they would reply too late, and SageMaker would stop the container.
+        The engines are not called, because busy engines would reply too late, and SageMaker would stop the container.
         """
         counts = await asyncio.to_thread(replica_counts, self._deployments)
         is_up = all(replicas["num_running_replicas"] for replicas in counts.values())
@@ -252,7 +252,7 @@ async def ask_engine(handler: Callable[[Any, Request], Awaitable[Response]], bod
         except Exception as error:
             if not is_engine_death(error):
                 raise
-        # The second engine does not bill a request that the first engine has billed.
+        # With `first_asked_at`, the second engine only bills the request if the first engine has not billed it.
         headers = with_headers(request.scope["headers"], replace(context, first_asked_at=asked_at).headers())
         retry_request = Request({**request.scope, "headers": headers}, request.receive)
         async with crashes.retry(attempt):
@@ -262,8 +262,8 @@ async def ask_engine(handler: Callable[[Any, Request], Awaitable[Response]], bod
                 if not is_engine_death(error):
                     raise
         await crashes.report(attempt)
-    except Answered as end:
-        return Response(end.body, media_type="application/json")
+    except Answered as answered:  # the engine's non-streaming answer
+        return Response(answered.body, media_type="application/json")
     except Exception as error:
         raise from_exception(error) from error
     raise AssertionError("`report` raises after a request's second crash")
@@ -272,7 +272,7 @@ async def ask_engine(handler: Callable[[Any, Request], Awaitable[Response]], bod
 async def _call_live_engine(
     handler: Callable[[Any, Request], Awaitable[Response]], body: Any, request: Request
 ) -> Response:
-    """Call engines until one is alive. Serve may still route requests to a dead engine for a moment."""
+    """Call engines until one is alive. Serve might still route requests to a dead engine for a moment."""
     for _ in range(_MAX_DEAD_ENGINES):
         try:
             return await handler(body, request)
@@ -288,7 +288,7 @@ def make_ingress(settings: GateSettings) -> Any:
 
 
 def make_app(settings: GateSettings) -> FastAPI:
-    """Return an application behind the gate, with OpenAI's errors and without routes."""
+    """Return an application with the gate and OpenAI's error format, but without routes."""
 
     def count_crash(suspect: Attempt) -> None:
         _crash_counter().inc(1, {"model_name": suspect.model})

@@ -58,7 +58,7 @@ def test_timed_out_rows_are_dead_letters_and_can_be_retried(write_jsonl, tmp_pat
     before = {path: path.stat().st_mtime_ns for path in (output / "data").iterdir()}
 
     assert generate(corpus, output, *flags, "--retry-failed") == 0
-    assert "retrying 3 failed rows" in capsys.readouterr().out
+    assert "failed rows to retry: 3" in capsys.readouterr().out
     assert outcomes(output) == dict.fromkeys(range(9), "done")
     assert {path: path.stat().st_mtime_ns for path in before} == before
     exported = ds.dataset(output / "export" / "jsonl" / "output.jsonl", format="json").to_table()

@@ -1,4 +1,6 @@
-"""Work on batches in Ray actors on any node. Each run has its own actor; validation and collection reuse idle actors.
+"""Validate, run and collect batches in Ray actors on any node.
+
+Each run has its own actor; validations and collections reuse idle actors. `collect` writes the results.
 
 A batch is run as a bulk run, and its output and error files are the run's export. If it ends early, the error file also
 has the requests that were not executed, as at OpenAI. When the ingress dies, Ray ends its actors and their engines,
@@ -39,7 +41,7 @@ from pipelines.cluster.placement import Neighbours
 from pipelines.online.batches.lent import EndpointLender
 from pipelines.online.batches.validation import BatchRules, CheckedInput, check_input
 
-_Record = TypeVar("_Record", UnitUsage, EngineSession)
+_UsageOrSession = TypeVar("_UsageOrSession", UnitUsage, EngineSession)
 
 Reason = str
 """Why a batch ended early: a key of `UNEXECUTED`."""
@@ -50,7 +52,7 @@ UNEXECUTED: Mapping[Reason, str] = {
     "batch_expired": "This request could not be executed before the completion window expired.",
     "batch_cancelled": "This request was not executed: the batch was cancelled.",
     "batch_failed": "This request was not executed: the batch failed.",
-    BUDGET: "This request was not executed: a budget that it counts toward is spent.",
+    BUDGET: "This request was not executed: a budget that the batch counts toward is spent.",
     KEY_REVOKED: "This request was not executed: the key of the batch was revoked, or has expired.",
     MODEL_WITHDRAWN: "This request was not executed: the key of the batch may no longer use its model.",
 }
@@ -61,7 +63,7 @@ class BatchTask:
     """Everything a process needs to work on a batch."""
 
     batch_id: str
-    # owner, account: name and account of the key
+    # owner, account: name and account of the batch's key
     owner: str
     account: str
     model: str  # served name of the model
@@ -71,10 +73,10 @@ class BatchTask:
     errors: str
     # config, commits: configuration and model revisions of a new run; a resumed run keeps its own
     config: Mapping[str, Any]
-    neighbours: Neighbours | None
+    neighbours: Neighbours | None  # other engines on the same nodes
     lender: EndpointLender | None = None  # provides the endpoint's engines; None if the run starts its own
     commits: Mapping[str, str] = field(default_factory=dict)
-    budget_usd: float | None = None  # limit for the additional cost; None is unlimited
+    budget_usd: float | None = None  # limit for the cost that is not yet in the endpoint's ledger; None is unlimited
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +85,7 @@ class BatchResult:
 
     reason: Reason | None  # why the batch ended early, or None
     num_completed: int
-    num_failed: int
+    num_failed: int  # includes requests that were not executed
     output: tuple[str, int] | None  # path and size in bytes of the output file; None if empty
     errors: int  # size in bytes of the error file
     usage: UnitUsage | None  # usage of all requests; None if nothing ran
@@ -111,8 +113,9 @@ def run_batch(task: BatchTask, stop: "StopRequest", counts: RunCounts, allowance
     config |= {"input": task.input, "output": task.run, "budget_usd": task.budget_usd}
     if task.lender is not None:  # a single process can fill all slots of the endpoint's engines
         config["engines"] = "1"
-    billed_usd = _usd(directory, lent=True) if directory.exists else 0.0
-    allowance.usd = None if task.budget_usd is None else billed_usd + task.budget_usd
+    # The ledger of the endpoint already contains the cost in borrowed engines.
+    recorded_usd = _usd(directory, lent=True) if directory.exists else 0.0
+    allowance.usd = None if task.budget_usd is None else recorded_usd + task.budget_usd
     request = RunRequest(
         config=GenerateConfig(**config),
         command=["POST", "/v1/batches", task.batch_id],
@@ -164,7 +167,7 @@ def collect(task: BatchTask, reason: Reason | None) -> BatchResult:
 def _write_errors(
     task: BatchTask, directory: RunDirectory, exported: Export | None, reason: Reason | None
 ) -> tuple[int, int]:
-    """Write the error file unless it would be empty. Returns the number of unexecuted requests and the size."""
+    """Write the error file unless it would be empty. Returns the number of unexecuted requests and the file's size."""
     failed = storage_path(exported.folder) / "errors.jsonl" if exported and exported.num_failed_rows else None
     unexecuted = _unexecuted(task, directory) if reason else iter(())
     next_id = next(unexecuted, None)
@@ -185,15 +188,15 @@ def _write_errors(
 
 
 def _unexecuted(task: BatchTask, directory: RunDirectory) -> Iterator[str]:
-    """Yield the `custom_id`s of requests in uncommitted units."""
+    """Yield the `custom_id`s of all requests that are not in a committed unit."""
     if not directory.exists:
         with contextlib.closing(Lines(task.input)) as lines:
             yield from _custom_ids(lines)
         return
     committed = directory.committed()
-    for unit in directory.plan().units:
-        if unit.unit not in committed:
-            with open_span(replace(unit.span, path=task.input)) as lines:
+    for work_unit in directory.plan().units:
+        if work_unit.unit not in committed:
+            with open_span(replace(work_unit.span, path=task.input)) as lines:
                 yield from _custom_ids(lines)
 
 
@@ -204,9 +207,9 @@ def _custom_ids(lines: Lines) -> Iterator[str]:
 
 
 def _record(task: BatchTask, directory: RunDirectory, reason: Reason | None) -> RequestUsage:
-    """Return the run's usage and cost as one record of the key.
+    """Return the run's usage and cost in its own engines, as one record of the key.
 
-    The record covers all seconds of engines that were started for the batch. Borrowed engines write their own records.
+    The record covers all seconds of these engines. Borrowed engines write their own records.
     """
     make_report(directory)
     manifest = directory.manifest()
@@ -236,17 +239,17 @@ def _usd(directory: RunDirectory, *, lent: bool) -> float:
     return account(usages, sessions, Price.from_dict(directory.manifest()["price"])).total_usd
 
 
-def _in_sessions(records: Iterable[_Record], *, lent: bool) -> Iterator[_Record]:
+def _in_sessions(records: Iterable[_UsageOrSession], *, lent: bool) -> Iterator[_UsageOrSession]:
     return (record for record in records if is_lent(record.session_id) is lent)
 
 
-_Answer = TypeVar("_Answer")
+_Result = TypeVar("_Result")
 
 
 class Runner:
-    """Starts an actor for each run. Validation and collection reuse an idle actor if there is one.
+    """Starts an actor for each run. Validations and collections reuse an idle actor if there is one.
 
-    Starting a process takes seconds of CPU time, too much for tiny batches.
+    Starting another process would take seconds of CPU time, too much for tiny batches.
     """
 
     def __init__(self) -> None:
@@ -299,39 +302,39 @@ class BatchActor:
         return self._counts.num_completed, self._counts.num_failed, self._counts.usd
 
 
-class Handle(Generic[_Answer]):
-    """Work in an actor. Afterwards the actor joins the `idle` pool, or is killed if the pool is None or not empty."""
+class Handle(Generic[_Result]):
+    """A method call in an actor. Then the actor joins the `idle` pool, or is killed if that is None or not empty."""
 
     def __init__(self, actor: Any, method: str, *arguments: Any, idle: list[Any] | None = None) -> None:
         self._actor, self._idle = actor, idle
-        self._answer = getattr(actor, method).remote(*arguments)
-        self._counts: Any = None
+        self._pending_result = getattr(actor, method).remote(*arguments)
+        self._pending_counts: Any = None
 
-    def poll(self) -> _Answer | None:
-        """Return the result, or None while the work is running. Raises PeagleError if it failed."""
+    def poll(self) -> _Result | None:
+        """Return the result, or None while the method is running. Raises PeagleError if the method failed."""
         import ray
 
-        if not ray.wait([self._answer], timeout=0)[0]:
+        if not ray.wait([self._pending_result], timeout=0)[0]:
             return None
         try:
-            answer: _Answer = ray.get(self._answer)
+            result: _Result = ray.get(self._pending_result)
         except Exception as error:
             self.kill()
-            raise to_peagle_error(error, "the work failed", hint="", otherwise=PeagleError) from error
+            raise to_peagle_error(error, "the work on the batch failed", hint="", otherwise=PeagleError) from error
         if self._idle == []:
             self._idle.append(self._actor)
         else:
             self.kill()
-        return answer
+        return result
 
     def counts(self) -> tuple[int, int, float] | None:
         """Return completed requests, failed requests and cost in US dollars; None until known."""
         import ray
 
-        self._counts = self._counts or self._actor.counts.remote()
-        if not ray.wait([self._counts], timeout=0)[0]:
+        self._pending_counts = self._pending_counts or self._actor.counts.remote()
+        if not ray.wait([self._pending_counts], timeout=0)[0]:
             return None
-        pending, self._counts = self._counts, None
+        pending, self._pending_counts = self._pending_counts, None
         try:
             counts: tuple[int, int, float] = ray.get(pending)
         except ray.exceptions.RayError:  # the actor died; poll() raises the reason

@@ -238,5 +238,5 @@ def test_missing_region_or_credentials_are_refused(monkeypatch: pytest.MonkeyPat
     with pytest.raises(ConfigError, match="no AWS region is set"):
         make_sagemaker()
     api = SageMaker("us-east-1", say=print)
-    with pytest.raises(ConfigError, match="no AWS credentials were found"):
+    with pytest.raises(ConfigError, match="no AWS credentials found"):
         api.create(make_qwen_requests())

@@ -158,7 +158,7 @@ def test_mapping_from_flags_replaces_the_mapping_in_yaml(parse, tmp_path, monkey
     assert config.engine_args == {"block_size": 16, "stream_interval": 4}
     monkeypatch.setenv("PEAGLE_ENGINE_ARGS", "block_size=64")
     assert parse("--config", str(path)).engine_args == {"block_size": 64}
-    with pytest.raises(ConfigError, match="'dtype' is managed by peagle; set 'precision' instead"):
+    with pytest.raises(ConfigError, match="'dtype' is managed by peagle; set peagle's 'precision' instead"):
         parse("--engine-arg", "dtype=bfloat16")
 
 

@@ -134,7 +134,7 @@ def test_certificate_of_running_serve_must_match(monkeypatch, tmp_path, running,
 
 def test_certificate_without_key_is_refused(serve_error, tmp_path):
     code, error = serve_error("--tls-cert", str(tmp_path / "cert.pem"))
-    assert (code, "tls_cert is given without tls_key" in error) == (2, True)
+    assert (code, "tls_cert is set without tls_key" in error) == (2, True)
     code, error = serve_error("--tls-cert", str(tmp_path / "cert.pem"), "--tls-key", str(tmp_path / "key.pem"))
     assert (code, f"tls_cert {tmp_path / 'cert.pem'}: No such file" in error) == (2, True)
 

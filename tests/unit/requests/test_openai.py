@@ -79,7 +79,7 @@ def test_response_format_without_a_schema_is_translated(response_type, expected)
         ({"prompt": "x"}, "body: unknown parameter 'prompt'"),
         ({"messages": MESSAGES, "stream": True}, "body.stream: True is not supported: only online answers"),
         ({"messages": MESSAGES, "tools": [{}]}, "body.tools: each must be"),
-        ({"messages": MESSAGES, "tools": [TOOL]}, 'body.tools: require a tool_call_parser, or tool_choice: "none"'),
+        ({"messages": MESSAGES, "tools": [TOOL]}, 'body.tools: requires a tool_call_parser, or tool_choice: "none"'),
         ({"messages": MESSAGES, "tools": [TOOL], "tool_choice": "auto"}, "body.tool_choice: 'auto' is not supported"),
         ({"messages": MESSAGES, "chat_template_kwargs": {"tokenize": 1}}, "body.chat_template_kwargs: tokenize is not"),
         ({"messages": MESSAGES, "chat_template_kwargs": []}, "body.chat_template_kwargs: must be an object"),
@@ -105,7 +105,7 @@ def test_response_format_without_a_schema_is_translated(response_type, expected)
         ({"messages": MESSAGES, "temperature": -1}, "body.temperature: Input should be greater"),
         ({"messages": MESSAGES, "logprobs": 3}, "body.logprobs: must be true or false, not 3"),
         ({"messages": MESSAGES, "top_logprobs": 3}, "body.top_logprobs: requires logprobs: true"),
-        ({"messages": MESSAGES, "logprobs": True, "top_logprobs": 21}, "body.top_logprobs: must be a number from 0"),
+        ({"messages": MESSAGES, "logprobs": True, "top_logprobs": 21}, "body.top_logprobs: must be an integer from 0"),
         ({"messages": MESSAGES, "response_format": "json"}, "body.response_format: its type must be"),
         (
             {"messages": MESSAGES, "response_format": {"type": "json_schema"}},

@@ -37,7 +37,7 @@ def test_tilde_is_expanded(monkeypatch):
     [
         ({"models": [{"model": "m"}, {"model": "m"}]}, "several models have the name m"),
         ({"models": [{"modle": "m"}]}, "modle"),
-        ({"min_replicas": 2}, "min_replicas is 2 and max_replicas is 1"),
+        ({"min_replicas": 2}, r"min_replicas \(2\) exceeds max_replicas \(1\)"),
         ({"drafter": "none", "num_speculative_tokens": 3}, "cannot be used with drafter: none"),
         ({"port": 0}, "port"),
         ({"name": "qwen3:8b"}, "the model name qwen3:8b"),
