@@ -110,7 +110,7 @@ def online_cases():
 
 
 def plain_engine(model):
-    return EngineSpec(model=model, precision="float32", max_num_seqs=8, max_model_len=CONTEXT, enforce_eager=True)
+    return EngineSpec(model=model, precision="float32", max_num_seqs=16, max_model_len=CONTEXT, enforce_eager=True)
 
 
 @pytest.fixture(scope="module")

@@ -66,10 +66,19 @@ def serve_arguments(tmp_path, port):
     return [*arguments, "--state", str(tmp_path / "state")]
 
 
+GCS = ("gcs_server", "control service (gcs_server), process ")
+RAYLET = ("raylet", "raylet, process ")
+
+
 @pytest.mark.parametrize(
-    ("name", "message"), [("gcs_server", "control service (gcs_server), process "), ("raylet", "raylet, process ")]
+    ("subcommand", "name", "message"),
+    [
+        ("generate", *RAYLET),
+        ("serve", *GCS),
+        pytest.param("generate", *GCS, marks=pytest.mark.soak),
+        pytest.param("serve", *RAYLET, marks=pytest.mark.soak),
+    ],
 )
-@pytest.mark.parametrize("subcommand", ["generate", "serve"])
 def test_command_reports_which_ray_process_died(tmp_path, subcommand, name, message):
     arguments, ready = (
         (generate_arguments(tmp_path), "output tokens/s")

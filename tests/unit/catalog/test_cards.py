@@ -238,8 +238,8 @@ def test_break_even_is_a_ratio_of_step_times_interpolated_between_k():
     [
         ([{"method": "none", "num_speculative_tokens": 0, "step_ms": [20.0]}], "a time per concurrency"),
         ([{"method": "none", "num_speculative_tokens": 0, "step_ms": [20.0, 0.0]}], "above zero"),
-        (STEP_TABLE["rows"][1:], "one row with method none"),
-        ([*STEP_TABLE["rows"], STEP_TABLE["rows"][2]], "one per other method and K"),
+        (STEP_TABLE["rows"][1:], "one row must have method none"),
+        ([*STEP_TABLE["rows"], STEP_TABLE["rows"][2]], "no two rows the same method and K"),
         ([STEP_TABLE["rows"][0] | {"spread": [0.1]}], "a value per concurrency"),
     ],
 )

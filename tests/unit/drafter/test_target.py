@@ -68,9 +68,9 @@ def _without_eos(folder):
         (lambda folder: (folder / "config.json").write_text(NO_MODEL_TYPE), "transformers cannot read its config.json"),
         (
             lambda folder: _set_eos(folder, config=2, generation_config=[1, 2]),
-            r"end-of-text token is 95, the target's \[1, 2\]",
+            r"end-of-text token is 95, but the target has \[1, 2\]",
         ),
-        (_without_eos, r"end-of-text token is None, the target's \[95\]"),
+        (_without_eos, r"end-of-text token is None, but the target has \[95\]"),
     ],
 )
 def test_incomplete_or_inconsistent_targets_are_refused(chat_target, tmp_path, damage, message):
