@@ -8,7 +8,7 @@ from jobs import flags
 from jobs.output import listener, say
 from peagle.bench.config import BenchConfig
 from peagle.economics.price_options import PRICE_OPTIONS
-from peagle.engine.keys import TARGET_SIZES
+from peagle.engine.keys import TARGET_ENGINE_OPTIONS
 from peagle.requests.prompts import PromptOptions
 
 HELP = """\
@@ -34,7 +34,7 @@ _GROUPS = {
     "data": ["dataset", "limit", "requests_per_slot", "output"],
     "prompts": list(PromptOptions.model_fields),
     "sampling": ["temperature", "max_tokens"],
-    "engines": ["max_num_seqs", *TARGET_SIZES, "max_num_batched_tokens", "max_cudagraph_capture_size"],
+    "engines": ["max_num_seqs", *TARGET_ENGINE_OPTIONS, "max_num_batched_tokens", "max_cudagraph_capture_size"],
     "money": list(PRICE_OPTIONS),
 }  # fmt: skip
 COMMON = (

@@ -7,7 +7,7 @@ from typing import Any
 from jobs import flags
 from jobs.output import listener, say
 from peagle.bench.config import EvaluateConfig
-from peagle.engine.keys import TARGET_SIZES
+from peagle.engine.keys import TARGET_ENGINE_OPTIONS
 from peagle.requests.prompts import PromptOptions
 
 HELP = """\
@@ -27,7 +27,7 @@ _GROUPS = {
     "data": ["dataset", "category_column", "limit", "output"],
     "prompts": list(PromptOptions.model_fields),
     "sampling": ["temperature", "max_tokens"],
-    "engines": ["concurrency", *TARGET_SIZES],
+    "engines": ["concurrency", *TARGET_ENGINE_OPTIONS],
 }
 COMMON = (
     "model", "drafter", "num_speculative_tokens", "dataset", "category_column", "limit", "temperature", "concurrency",

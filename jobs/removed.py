@@ -2,7 +2,7 @@
 
 from typing import Any
 
-RENAMED = {"target": "model", "budget_min": "time_budget_s"}
+RENAMED = {"target": "model", "budget_min": "time_budget_s", "waves": "requests_per_slot"}
 """New names by old name. Old names are still accepted in YAML, flags and the environment."""
 FACTORS = {"budget_min": 60.0}
 """For each old name whose unit changed, the factor that converts its value to the new unit."""

@@ -1,4 +1,4 @@
-"""`peagle tune`: find the best method, K, concurrency, batch size and precision for a target on this hardware."""
+"""`peagle tune`: find the best method, K, concurrency, tokens per step and precision for a target on this hardware."""
 
 import argparse
 import sys
@@ -7,7 +7,7 @@ from typing import Any
 from jobs import flags
 from jobs.output import listener, say
 from peagle.economics.price_options import PRICE_OPTIONS
-from peagle.engine.keys import TARGET_SIZES
+from peagle.engine.keys import TARGET_ENGINE_OPTIONS
 from peagle.requests.prompts import PromptOptions
 from peagle.tuning.config import TuneConfig
 
@@ -30,10 +30,10 @@ _GROUPS = {
         "methods", "drafter", "num_speculative_tokens", "max_num_seqs", "max_num_batched_tokens", "precision",
     ],
     "model": ["model", "kv_cache_precision"],
-    "data": ["dataset", "limit", "waves", "output"],
+    "data": ["dataset", "limit", "requests_per_slot", "output"],
     "prompts": list(PromptOptions.model_fields),
     "sampling": ["temperature", "max_tokens"],
-    "engines": list(TARGET_SIZES),
+    "engines": list(TARGET_ENGINE_OPTIONS),
     "money": list(PRICE_OPTIONS),
 }  # fmt: skip
 COMMON = (

@@ -17,7 +17,7 @@ from peagle.economics.baseline import Baseline
 from peagle.engine.accelerators import require_usable
 from peagle.engine.attention import check_backends
 from peagle.engine.keys import (
-    TARGET_SIZES,
+    TARGET_ENGINE_OPTIONS,
     TargetOptions,
     apply_drafter_options,
     drafter_note,
@@ -38,7 +38,7 @@ from peagle.provenance import versions
 
 DEFAULT_MAX_NUM_SEQS = {"cpu": 8, "cuda": 256}
 MODEL_KEYS = ("profile", "model", "drafter", "num_speculative_tokens", "precision", "kv_cache_precision")
-SIZE_KEYS = ("max_num_seqs", *TARGET_SIZES, "pipeline_parallel_size", "max_num_batched_tokens")
+SIZE_KEYS = ("max_num_seqs", *TARGET_ENGINE_OPTIONS, "pipeline_parallel_size", "max_num_batched_tokens")
 
 # Rows, usage and reports of the fake engine must not name a real model.
 FAKE_MODEL = ResolvedModel(

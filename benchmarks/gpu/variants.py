@@ -1,9 +1,10 @@
-"""Item 5 of the GPU queue: the effect of FP8 and large CUDA graphs on P-EAGLE, on the shape of item 1.
+"""Item 5 of the GPU queue: the effect of FP8 and CUDA graphs on P-EAGLE, on the shape of item 1.
 
     python3 benchmarks/gpu/variants.py
 
 P-EAGLE at K=7, one engine per variant, the most useful results first: the default (FP8 weights and KV cache, CUDA
-graphs for all steps), everything in bf16, graphs up to vLLM's default of 512 tokens, a bf16 KV cache, and an FP8 head.
+graphs for all steps), everything in bf16, piecewise graphs (which a step with fewer drafts than K would use), graphs up
+to vLLM's default of 512 tokens, a bf16 KV cache, and an FP8 head.
 Three engines fit into a block; running the same command again measures the others.
 """
 
@@ -16,6 +17,7 @@ K = 7
 VARIANTS: dict[str, Keys] = {
     "fp8": {},
     "bf16": {"precision": "bf16", "kv_cache_precision": "bf16"},
+    "fp8-piecewise-graphs": {"engine_args": {"compilation_config": {"cudagraph_mode": "PIECEWISE"}}},
     "fp8-graphs-of-512": {"max_cudagraph_capture_size": 512},
     "fp8-bf16-kv-cache": {"kv_cache_precision": "bf16"},
     "fp8-head": {},

@@ -51,7 +51,7 @@ class MeasurementFolder:
         try:
             return from_dict(_read(path))
         except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError(f"{path} is damaged: {error}", hint="delete it to measure this cell again") from error
+            raise ConfigError(f"{path} is damaged: {error}", hint="delete it to repeat this pass") from error
 
     def save(self, name: str, record: Mapping[str, Any]) -> None:
         write_json(self._cells / f"{name}.json", record)

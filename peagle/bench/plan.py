@@ -61,8 +61,8 @@ def target_spec(
     if reserved := spec_fields(config):
         raise ConfigError(
             f"--engine-arg {next(iter(reserved))} conflicts with a setting of the measurement",
-            hint="use `peagle bench --load-format` for the load format; prefix caching is disabled, since prompts"
-            " repeat",
+            hint="remove it. `peagle bench --load-format` sets the load format. Prefix caching is always disabled,"
+            " because prompts repeat",
         )
     precision = precision_for(config, model, hardware)
     fields = target_fields(config, model, hardware, precision)
@@ -81,7 +81,7 @@ def make_setup(
     if fingerprint:
         name_parts.append(digest(fingerprint))
     if drafter is not None and drafter.synthetic_rates:
-        # lot: drafts are accepted at random.
+        # "lot" is the stored word for drafts that are accepted at random.
         name_parts.append(f"lot-{digest(repr(drafter.synthetic_rates))}")
     if drafter is not None and drafter.lookup:
         name_parts.append("lookup")
@@ -190,10 +190,10 @@ class Pass:
 def all_passes(setups: Sequence[Setup], concurrencies: Sequence[int], repeats: int, rounds: int) -> list[Pass]:
     """Return the passes in order.
 
-    Repeats of a cell should be far apart, with other methods in between, so that a drift of the machine affects all
-    methods. But each start of an engine takes a minute or more, so the repeats are divided among rounds. Every round
-    starts each engine once, in alternating order (A B C, C B A), so that a steady drift affects all engines equally and
-    the last engine of a round also runs the first passes of the next.
+    Repeats of a cell should be far apart, with other methods in between, so that a drift of the machine's speed affects
+    all methods. But each start of an engine takes a minute or more, so the repeats are divided among rounds. Every
+    round runs each engine once, in alternating order (A B C, C B A), so that a steady drift affects all engines
+    equally. The last engine of a round is not restarted for the next.
     """
     num_rounds = min(rounds, repeats)
     passes = []
@@ -319,5 +319,5 @@ def _price(config: BenchConfig, hardware: Hardware) -> tuple[Price | None, list[
             raise
         hint = error.hint.partition("\n")[0]  # without the list of choices
         return None, [f"tokens per dollar are unknown: {error.message} ({hint})"]
-    require_device(price, "accelerator" if hardware.platform == "cuda" else "vcpu", "engines here")
+    require_device(price, "accelerator" if hardware.platform == "cuda" else "vcpu", engines="engines here")
     return price, []

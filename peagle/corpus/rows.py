@@ -48,7 +48,7 @@ class WorkEstimate:
     column: str = "sampling"  # the column with a row's own sampling parameters
 
     def of_row(self, row: RawRow, num_bytes: int) -> int:
-        """Return the work of a text row of `num_bytes`; 0 for an invalid row."""
+        """Return the work of a row with `num_bytes` of text; 0 for an invalid row."""
         if row.error is not None:
             return 0
         parameters = _parameters(row.columns.get("body")) or _parameters(row.columns.get(self.column))

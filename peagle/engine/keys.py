@@ -87,7 +87,7 @@ class TargetOptions(BaseModel):
 
 
 # The options above, except the model and its precisions.
-TARGET_SIZES = tuple(
+TARGET_ENGINE_OPTIONS = tuple(
     name for name in TargetOptions.model_fields if name not in ("model", "precision", "kv_cache_precision")
 )
 DRAFTER_KEYS = ("draft_kv_cache_precision", "draft_attention_backend", "draft_lookup", "verify")

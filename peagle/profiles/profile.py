@@ -16,7 +16,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from peagle.catalog.cards import absolute_model_name
-from peagle.engine.keys import TARGET_SIZES
+from peagle.engine.keys import TARGET_ENGINE_OPTIONS
 from peagle.errors import ConfigError, did_you_mean
 from peagle.files import converted_write_errors, write_atomic
 from peagle.private import user_path
@@ -26,7 +26,7 @@ SCHEMA = 1
 ENGINE_KEYS = (
     *("model", "drafter", "num_speculative_tokens", "precision", "kv_cache_precision"),
     *("max_num_seqs", "max_num_batched_tokens"),
-    *TARGET_SIZES,
+    *TARGET_ENGINE_OPTIONS,
 )
 
 

@@ -28,7 +28,7 @@ from peagle.runs.columns import internal_names, names_in_file, output_schema
 from peagle.runs.directory import PLAN_FILE, UNIT_FILE, RunDirectory
 from peagle.runs.lease import read_lease
 from peagle.runs.plan import Plan, WorkUnit
-from peagle.runs.regeneration import AuditedEngine, RowAudit, audit_rows, require_target, sample_rows
+from peagle.runs.regeneration import AuditedEngine, RowAudit, audit_rows, audited_engine, sample_rows
 from peagle.storage import StoragePath, open_to_read
 from peagle.tables import aligned
 
@@ -164,7 +164,7 @@ def audit(
     except PeagleError as error:
         finding = Finding(kind="damaged", where="run.json", message=error.message)
         return Audit(path=str(run), files=FilesAudit(findings=[finding]))
-    target = require_target(manifest, max_tie) if num_rows else None
+    target = audited_engine(manifest, max_tie) if num_rows else None
     files = audit_files(run, manifest)
     if target is None:
         return Audit(path=str(run), files=files)

@@ -72,7 +72,7 @@ class _Sample:
     sampling: dict[str, Any]
 
 
-def require_target(manifest: dict[str, Any], max_tie: float | None) -> AuditedEngine:
+def audited_engine(manifest: dict[str, Any], max_tie: float | None) -> AuditedEngine:
     """Return the engine for the sample; raises ConfigError if this machine has another precision or other weights."""
     spec = EngineSpec.from_dict(manifest["engine"])
     run_precision = manifest["fingerprint"]["precision"]

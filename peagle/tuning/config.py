@@ -39,7 +39,7 @@ class TuneConfig(PriceOptions, MeasurementOptions, DraftingOptions):
     precision: list[str] = Field(  # type: ignore[assignment]  # a list, unlike in a benchmark
         default_factory=lambda: [AUTO], description="weights and KV cache of the target, as bf16,fp8; default: auto"
     )
-    waves: int = Field(3, ge=1, description="prompts per pass, as a multiple of the concurrency; at least 6")
+    requests_per_slot: int = Field(3, ge=1, description="prompts per pass: N x concurrency, at least 6")
     output: Path | None = Field(
         None, description="folder of results; an existing tuning continues; default: runs/tune/FINGERPRINT"
     )

@@ -27,7 +27,7 @@ from peagle.catalog.cards import absolute_model_name
 from peagle.catalog.targets import ResolvedModel
 from peagle.economics.price_options import resolve_price
 from peagle.economics.report.figures import format_count, format_duration
-from peagle.engine.keys import DRAFTER_KEYS, TARGET_SIZES
+from peagle.engine.keys import DRAFTER_KEYS, TARGET_ENGINE_OPTIONS
 from peagle.engine.steps import check_slots, max_num_batched_tokens
 from peagle.engine.vllm import start_engine
 from peagle.errors import ConfigError
@@ -96,7 +96,7 @@ def text_table(profile: Profile) -> str:
 
 
 def _engine_keys(config: TuneConfig, cell: MeasuredCell) -> dict[str, Any]:
-    names = {"kv_cache_precision", *TARGET_SIZES} - (set() if cell.has_drafter else set(DRAFTER_KEYS))
+    names = {"kv_cache_precision", *TARGET_ENGINE_OPTIONS} - (set() if cell.has_drafter else set(DRAFTER_KEYS))
     keys = config.model_dump(include=names) | {
         "model": absolute_model_name(config.model),
         "drafter": cell.drafter,
@@ -240,7 +240,7 @@ class Tuning(Measurement):
             for precision in config.precision
         ]
         command_settings = {name: value for name, value in plans[0].command_settings.items() if name != "precision"} | {
-            "waves": config.waves
+            "waves": config.requests_per_slot
         }
         cache = config.kv_cache_precision  # stored only if set, so that existing folders stay valid
         return replace(
@@ -281,7 +281,10 @@ class Tuning(Measurement):
 
     def prompts(self, planned: Pass) -> Sequence[BenchPrompt]:
         return prompts_of(
-            self.dataset.prompts, concurrency=planned.concurrency, waves=self.config.waves, repeat=planned.repeat
+            self.dataset.prompts,
+            concurrency=planned.concurrency,
+            requests_per_slot=self.config.requests_per_slot,
+            repeat=planned.repeat,
         )
 
     def add_pass(self, planned: Pass, record: PassRecord) -> None:
@@ -325,7 +328,9 @@ class Tuning(Measurement):
         return score(summarise(records, usd_per_s=self.plan.usd_per_s), self.config) if records else None
 
 
-def prompts_of(prompts: Sequence[BenchPrompt], *, concurrency: int, waves: int, repeat: int) -> list[BenchPrompt]:
+def prompts_of(
+    prompts: Sequence[BenchPrompt], *, concurrency: int, requests_per_slot: int, repeat: int
+) -> list[BenchPrompt]:
     """Return the prompts of a pass. Each repeat continues where the previous one ended, cyclically."""
-    num_prompts = max(concurrency * waves, 6)
+    num_prompts = max(concurrency * requests_per_slot, 6)
     return [prompts[(repeat * num_prompts + index) % len(prompts)] for index in range(num_prompts)]

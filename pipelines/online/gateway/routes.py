@@ -209,7 +209,7 @@ _LOCAL_HINT = "use localhost, 127.0.0.1 or [::1], or start the endpoint with --k
 
 
 def require_local(scope: Scope) -> None:
-    """Refuse clients of other machines, and web pages of other sites (403).
+    """Refuse clients on other machines, and requests from web pages of other sites (403).
 
     Any web page can send requests to 127.0.0.1, and with DNS rebinding it can read the answers. But a web page cannot
     forge the headers Host and Origin.
@@ -225,7 +225,7 @@ def require_local(scope: Scope) -> None:
     if not _HOST.fullmatch(host):
         raise _refusal(f"does not serve the host name {shown(host)}: {_LOCAL_HINT}")
     if origin is not None and not _ORIGIN.fullmatch(origin):
-        raise _refusal(f"does not serve web pages of {shown(origin)}: {_LOCAL_HINT}")
+        raise _refusal(f"does not accept requests from web pages of {shown(origin)}: {_LOCAL_HINT}")
 
 
 def _refusal(reason: str) -> ApiError:

@@ -29,7 +29,7 @@ class _LentRow:
 
 
 class IdleSlots:
-    """Tracks how many of an engine's slots rows use, so that rows stay below autoscaling's target.
+    """Tracks how many slots of an engine are in use by rows, so that rows stay below autoscaling's target.
 
     Example: with 8 slots and a target of 5.6, rows get 5 slots while there are no interactive requests. When four
     interactive requests arrive, two rows are returned, so that one slot stays free for the next interactive request.

@@ -34,7 +34,7 @@ class Sequences:
 
         `live` has vLLM's running states by request id.
         """
-        self._drafts = self.speculation  # running sequences have no drafts yet
+        self._drafts = self.speculation  # only ended sequences report drafts, so nothing is counted twice
         self._first_token_at = self.first_token_at
         ended = [other for other in self._states if live.get(other.request_id) is not other]
         self._prompt_tokens += _prompt_tokens(ended)

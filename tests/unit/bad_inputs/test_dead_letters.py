@@ -147,7 +147,7 @@ CASES = [
     bad_body("without messages", "the request has no messages", messages=None),
     bad_body("with an unknown parameter", "did you mean temperature?", temprature=1),
     bad_body("for a stream", "body.stream: True is not supported", stream=True),
-    bad_body("that calls tools", "requires a tool_call_parser", tools=[{"type": "function", "function": {"name": "f"}}]),
+    bad_body("that calls tools", "tool_call_parser", tools=[{"type": "function", "function": {"name": "f"}}]),
     bad_body("with several prompts", "use a line for each", url="/v1/completions", prompt=["x", "y"]),
     bad_body("with a call of another kind", "tool_calls must be", "invalid_messages",
          messages=[{"role": "assistant", "tool_calls": [{"type": "custom"}]}]),

@@ -61,7 +61,7 @@ def run(tmp_path, write_jsonl):
     def run(starter, messages=None, **options):
         values = {
             "model": str(target), "dataset": str(write_jsonl(ROWS)), "output": tmp_path / "out", "max_tokens": 24,
-            "drafter": f"peagle={head}", "num_speculative_tokens": "2,4", "max_num_seqs": "1,3", "waves": 2,
+            "drafter": f"peagle={head}", "num_speculative_tokens": "2,4", "max_num_seqs": "1,3", "requests_per_slot": 2,
             "usd_per_hour": 3.6,
         } | options  # fmt: skip
         listener = MeasurementListener(say=(messages if messages is not None else []).append)
@@ -155,7 +155,13 @@ def test_latency_limit_excludes_faster_configurations(run):
     def start_engine(spec, hardware):
         return SlowerUnderLoad(num_speculative_tokens=spec.drafter.num_speculative_tokens if spec.drafter else 0)
 
-    options = {"methods": "none", "num_speculative_tokens": "2", "drafter": [], "max_num_seqs": "1,40", "waves": 1}
+    options = {
+        "methods": "none",
+        "num_speculative_tokens": "2",
+        "drafter": [],
+        "max_num_seqs": "1,40",
+        "requests_per_slot": 1,
+    }
     assert run(start_engine, **options).engine["max_num_seqs"] == 40
     profile = run(start_engine, objective="throughput", max_tpot_ms=8, **options)
     assert profile.engine["max_num_seqs"] == 1
@@ -223,7 +229,7 @@ def test_batched_tokens_and_precisions_have_separate_engines(run):
     ("change", "message"),
     [
         ({"max_tokens": 25}, "sampling.max_tokens"),
-        ({"waves": 3}, "waves: was 2"),
+        ({"requests_per_slot": 3}, "waves: was 2"),
         ({"max_num_seqs": "1,4"}, "max_num"),
     ],
 )
@@ -256,8 +262,8 @@ def test_repeats_use_the_next_prompts():
     sample = [BenchPrompt(token_ids=[n], category=None) for n in range(10)]
 
     def ids(repeat):
-        return [prompt.token_ids[0] for prompt in prompts_of(sample, concurrency=4, waves=2, repeat=repeat)]
+        return [prompt.token_ids[0] for prompt in prompts_of(sample, concurrency=4, requests_per_slot=2, repeat=repeat)]
 
     assert ids(0) == [0, 1, 2, 3, 4, 5, 6, 7]
     assert ids(1) == [8, 9, 0, 1, 2, 3, 4, 5]
-    assert len(prompts_of(sample, concurrency=1, waves=1, repeat=0)) == 6  # the minimum
+    assert len(prompts_of(sample, concurrency=1, requests_per_slot=1, repeat=0)) == 6  # the minimum

@@ -68,19 +68,19 @@ class FakeRun:
 
 
 @pytest.fixture
-def start_run(write_jsonl, tmp_path):
+def plan_run(write_jsonl, tmp_path):
     """Return a function that plans a run in units of two rows. By default, six rows are valid and one is invalid."""
 
-    def start(rows=None, name="run", **options):
+    def plan(rows=None, name="run", **options):
         rows = [*({"prompt": f"say {n}", "id": n} for n in range(6)), "{bad"] if rows is None else rows
         corpus = write_jsonl(rows, f"{name}.jsonl")
         options = {"input": str(corpus), "num_speculative_tokens": 3, "rows_per_unit": 2, **options}
         return FakeRun(GenerateConfig(output=tmp_path / name, engine="fake", usd_per_hour=1, **options))
 
-    return start
+    return plan
 
 
 @pytest.fixture
-def finished_run(start_run):
+def finished_run(plan_run):
     """A finished run of four units."""
-    return start_run().generate()
+    return plan_run().generate()

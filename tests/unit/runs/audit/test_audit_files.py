@@ -47,8 +47,8 @@ def test_finished_run_is_clean(finished_run):
     assert audit.num_output_tokens == sum(usage.num_output_tokens for usage in finished_run.usages())
 
 
-def test_unfinished_run_has_only_notes(start_run):
-    run = start_run().generate(0, 2)
+def test_unfinished_run_has_only_notes(plan_run):
+    run = plan_run().generate(0, 2)
     (run.data / ".unit-00000001.parquet.0.tmp").touch()
     (run.failed / "unit-00000001.cafe.jsonl").touch()
     audit = audit_run(run)
@@ -172,8 +172,8 @@ def test_plan_that_the_manifest_does_not_name_is_found(finished_run):
     assert audit_run(finished_run).findings == []
 
 
-def test_damaged_plan_and_plan_of_another_corpus_are_found(finished_run, start_run):
-    other = start_run([{"prompt": f"other {n}"} for n in range(7)], name="other").generate()
+def test_damaged_plan_and_plan_of_another_corpus_are_found(finished_run, plan_run):
+    other = plan_run([{"prompt": f"other {n}"} for n in range(7)], name="other").generate()
     shutil.copy(plan_path(other), plan_path(finished_run))
     assert any(
         "for a different corpus than run.json" in finding.message for finding in audit_run(finished_run).findings
@@ -199,8 +199,8 @@ def test_ledger_must_have_one_session_per_engine_with_its_tokens(finished_run):
     assert finding_kinds(finished_run) == ["damaged", *["ledger"] * 4]  # one for each unit
 
 
-def test_retry_must_match_dead_letters(start_run):
-    fake_run = start_run()
+def test_retry_must_match_dead_letters(plan_run):
+    fake_run = plan_run()
     run = fake_run.generate(refusing={"000000003"})
     plan_retry(run, run.plan())
     audit = audit_run(run)
@@ -213,19 +213,19 @@ def test_retry_must_match_dead_letters(start_run):
     assert [(finding.kind, finding.where) for finding in audit_run(run).findings] == [
         ("doubled", "unit-00000000.parquet"), ("plan", "unit 4"), ("plan", "unit 7"),
     ]  # fmt: skip
-    assert finding_kinds(make_run_with_retry(start_run, Retry(unit=4, supersedes=0, rows=(1,)))) == ["plan"]
-    assert finding_kinds(make_run_with_retry(start_run, Retry(unit=4, supersedes=0, rows=(0, 1, 2)))) == ["plan"]
+    assert finding_kinds(make_run_with_retry(plan_run, Retry(unit=4, supersedes=0, rows=(1,)))) == ["plan"]
+    assert finding_kinds(make_run_with_retry(plan_run, Retry(unit=4, supersedes=0, rows=(0, 1, 2)))) == ["plan"]
 
 
-def make_run_with_retry(start_run, retry):
+def make_run_with_retry(plan_run, retry):
     """Return a run in which all rows of unit 0 failed, with the given retry."""
-    run = start_run(name=f"run-{len(retry.rows)}").generate(refusing={"000000000", "000000001"})
+    run = plan_run(name=f"run-{len(retry.rows)}").generate(refusing={"000000000", "000000001"})
     run.add_retries([retry], number=1)
     return run
 
 
-def test_regenerated_unit_must_skip_retried_rows(start_run):
-    fake_run = start_run(rows_per_unit=4)
+def test_regenerated_unit_must_skip_retried_rows(plan_run):
+    fake_run = plan_run(rows_per_unit=4)
     run = fake_run.generate(refusing={"000000001", "000000002"})
     plan = plan_retry(run, run.plan())
     fake_run.generate(2, 3)
@@ -254,8 +254,8 @@ def test_missing_unit_of_a_run_with_a_report_is_lost(finished_run):
     assert single_finding(finished_run).where == "report.json"
 
 
-def test_missing_retried_unit_is_lost(start_run):
-    fake_run = start_run()
+def test_missing_retried_unit_is_lost(plan_run):
+    fake_run = plan_run()
     run = fake_run.generate(0, 1, refusing={"000000003"})
     make_report(run)
     plan_retry(run, run.plan())
@@ -293,12 +293,12 @@ def test_input_of_older_runs_is_compared_with_their_fingerprint(finished_run):
     assert audit_run(finished_run).findings == []
 
 
-def test_corpus_with_an_empty_file_has_no_findings(start_run, tmp_path):
+def test_corpus_with_an_empty_file_has_no_findings(plan_run, tmp_path):
     folder = tmp_path / "corpus"
     folder.mkdir()
     (folder / "a.jsonl").write_text("\n\n")
     (folder / "b.jsonl").write_text('{"prompt": "x"}\n')
-    run = start_run(input=str(folder)).generate()
+    run = plan_run(input=str(folder)).generate()
     assert finding_kinds(run) == []
 
 

@@ -13,7 +13,7 @@ from peagle.errors import ConfigError
 from peagle.runs import regeneration
 from peagle.runs.audit import audit
 from peagle.runs.prepare import plan_retry
-from peagle.runs.regeneration import require_target, sample_rows
+from peagle.runs.regeneration import audited_engine, sample_rows
 from pipelines.cluster.node import start_only_engine
 
 
@@ -32,9 +32,9 @@ def change_response(run, unit, text):
     pq.write_table(table.set_column(column, "response", [[text] * table.num_rows]), path)
 
 
-def test_rows_of_the_fake_engine_are_regenerated_without_changing_files(start_run):
+def test_rows_of_the_fake_engine_are_regenerated_without_changing_files(plan_run):
     rows = [{"prompt": f"say {n}", "sampling": {"max_tokens": 1 + n, "n": 1 + n % 2}} for n in range(5)]
-    run = start_run(rows, temperature=0.5, prompt_template="please {{ prompt }}").generate()
+    run = plan_run(rows, temperature=0.5, prompt_template="please {{ prompt }}").generate()
     files_before = sorted(run.root.rglob("*"))
     assert outcomes(run) == ["same"] * 5
     assert sorted(run.root.rglob("*")) == files_before
@@ -61,8 +61,8 @@ def test_damaged_unit_is_not_sampled(finished_run):
     assert [row.id for row in audit_run(finished_run).rows] == ["000000000", "000000001", "000000004", "000000005"]
 
 
-def test_retried_rows_are_regenerated_from_their_prompts(start_run):
-    fake_run = start_run()
+def test_retried_rows_are_regenerated_from_their_prompts(plan_run):
+    fake_run = plan_run()
     run = fake_run.generate(3, 2, 0, 1, refusing={"000000003", "000000004"})
     plan_retry(run, run.plan())
     fake_run.generate(4, 5, 6)
@@ -93,7 +93,8 @@ class CoinTossEngine:
     """An engine that answers every prompt with "heads", whose logprob exceeds that of "tails" by `margin`."""
 
     def __init__(self, spec, margin):
-        self.spec, self.margin, self.checkable = spec, margin, FakeEngine().checkable
+        self.spec, self.margin = spec, margin
+        self.checkable = FakeEngine().checkable  # for the self-check
         self.calls = []
 
     async def generate(self, request_id, prompt_token_ids, sampling):
@@ -113,10 +114,10 @@ class CoinTossEngine:
 
 
 @pytest.fixture
-def run_with_vllm_manifest(start_run, monkeypatch):
+def run_with_vllm_manifest(plan_run, monkeypatch):
     """A run of the fake engine whose manifest names vLLM."""
     rows = [{"prompt": "a"}, {"prompt": "b", "sampling": {"temperature": 0.5}}, {"prompt": "c"}]
-    fake_run = start_run(rows, max_tokens=1, precision="bf16")  # the precision determines the accepted tie
+    fake_run = plan_run(rows, max_tokens=1, precision="bf16")  # the precision determines the accepted tie
     run = fake_run.generate()
     precision = fake_run.resolved.precision.describe()
     manifest = json.loads((run.root / "run.json").read_text())
@@ -164,7 +165,7 @@ def test_rows_are_regenerated_without_drafter_and_ties_are_accepted(
     run_spec = run_with_vllm_manifest.manifest()["engine"]
     assert (engine.spec.tensor_parallel_size, engine.spec.num_nodes) == (2, 1)
     assert (engine.spec.drafter, engine.spec.max_num_seqs) == (None, run_spec["max_num_seqs"])
-    assert engine.spec.max_num_batched_tokens > 2048 + engine.spec.max_num_seqs  # including the drafter's slots
+    assert engine.spec.max_num_batched_tokens > 2048 + engine.spec.max_num_seqs  # as with the run's drafter
     assert engine.spec.extra == {"logprobs_mode": "processed_logprobs"}
     assert [sampling["logprobs"] for sampling in engine.calls[:-1]] == [5, 5]
     assert engine.calls[-1] == "shutdown"
@@ -179,13 +180,13 @@ def test_max_tie_limits_the_accepted_difference_of_logprobs(run_with_vllm_manife
 
 def test_other_precision_or_model_is_refused(run_with_vllm_manifest, monkeypatch):
     manifest = run_with_vllm_manifest.manifest()
-    assert require_target(manifest, None).max_tie > 0
+    assert audited_engine(manifest, max_tie=None).max_tie > 0
     monkeypatch.setattr(regeneration, "resolve_model", lambda name, commits: replace(FAKE_MODEL, fingerprint="other"))
     with pytest.raises(ConfigError, match=r"weights of(.|\n)*--no-regenerate"):
-        require_target(manifest, None)
+        audited_engine(manifest, max_tie=None)
     manifest["fingerprint"]["precision"] = "fp8 weights, fp8 KV cache"
     with pytest.raises(ConfigError, match=r"the run computed in fp8 weights(.|\n)*--no-regenerate"):
-        require_target(manifest, None)
+        audited_engine(manifest, max_tie=None)
 
 
 def test_audit_of_a_fake_engine_does_not_detect_hardware(finished_run, monkeypatch):
