@@ -24,7 +24,7 @@ def write_head(folder, kind="peagle", **changes):
 
 
 def skip_waiting(monkeypatch):
-    """Skip waiting for the engine's counters, and restore VLLM_LOGGING_STREAM after the test."""
+    """Skip waiting for the engine's counters, and set VLLM_LOGGING_STREAM so that pytest undoes later changes of it."""
     monkeypatch.setattr("peagle.bench.engine._COUNTERS_SETTLE_S", 0.0)
     monkeypatch.setenv("VLLM_LOGGING_STREAM", "ext://sys.stderr")
 

@@ -169,7 +169,7 @@ def _resolve_drafter(name: str, config: EvaluateConfig, hardware: Hardware, mode
 def _make_setups(
     label: str, drafter: ResolvedDrafter, spec: EngineSpec, config: EvaluateConfig, hardware: Hardware
 ) -> list[Setup]:
-    assert drafter.spec is not None, "_resolve_drafter() rejects the drafter none"
+    assert drafter.spec is not None, "_resolve_drafter() rejects `none`"
     assert drafter.fingerprint is not None, "every head has a fingerprint"
     return [
         make_setup(

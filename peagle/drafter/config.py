@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from peagle.drafter.decontamination import DEFAULT_SETS
-from peagle.drafter.prompts import is_shipped_source
+from peagle.drafter.prompts import is_built_in_source
 from peagle.economics.price_options import PriceOptions
 from peagle.economics.tags import TagOptions
 from peagle.engine.spec import BLOCK_METHODS
@@ -180,7 +180,7 @@ class TrainConfig(PriceOptions, TagOptions):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> "TrainConfig":
-        shipped = [source for source in self.prompts if is_shipped_source(source)]
+        shipped = [source for source in self.prompts if is_built_in_source(source)]
         if self.responses == "given" and shipped:
             raise ValueError(f"prompts: {shipped[0]} has no responses; remove --responses given")
         if self.responses == "given" and self.limit is not None:

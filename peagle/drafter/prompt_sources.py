@@ -24,7 +24,7 @@ from peagle.drafter.prompts import (
     Material,
     TrainingPrompt,
     generate_prompts,
-    is_shipped_source,
+    is_built_in_source,
     num_available,
     source_materials,
 )
@@ -47,7 +47,7 @@ def read_prompts(config: TrainConfig, say: Callable[[str], None]) -> list[Row]:
     rows_by_source: list[list[Row]] = []
     dropped: list[Dropped[Row]] = []
     for source in config.prompts:
-        if is_shipped_source(source):
+        if is_built_in_source(source):
             kept, source_dropped = _read_shipped(source, config, index)
         else:
             prompts = list(_prompts_of(source, config.prompt_column))

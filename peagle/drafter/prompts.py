@@ -2,8 +2,8 @@
 
 A source consists of materials, and there are several wordings of a request for each material. Code prompts are made
 from signatures and docstrings of the standard library or of an installed package, which is parsed but not imported. The
-other prompts use passages of package descriptions and of Python's reference, topics, generated tables and puzzles. A
-fifth of this content is held out for evaluation.
+other prompts use passages from package descriptions and Python's reference, a list of topics, and generated tables and
+puzzles. A fifth of this content is held out for evaluation.
 """
 
 import ast
@@ -72,7 +72,7 @@ class Snippet:
         return len(CODE_WORDINGS)
 
     def wording(self, seed: int, index: int) -> tuple[str, str]:
-        """Return the category and text of the prompt in wording `index`, in a random order given by `seed`."""
+        """Shuffle the wordings by `seed`, and return the category and text of the prompt in the wording at `index`."""
         # A random order by weight (Efraimidis and Spirakis: sort by u ** (1 / weight)).
         rng = random.Random(f"{seed}/{self.module}/{self.name}/{self.docstring}")
         chosen = sorted(CODE_WORDINGS, key=lambda wording: -(rng.random() ** (1 / wording.weight)))[index]
@@ -148,7 +148,7 @@ def _snippets_of(path: Path, module: str) -> Iterator[Snippet]:
 
 MIN_PASSAGE_CHARS, MAX_PASSAGE_CHARS = 240, 1200
 PASSAGES_PER_DOCUMENT = 4
-NUM_TABLES, NUM_SUMS = 160, 160
+NUM_TABLES, NUM_PUZZLES = 160, 160
 HELD_OUT_SHARE = 0.2
 
 _PROSE: dict[str, tuple[str, ...]] = {
@@ -194,7 +194,7 @@ _TABLE: dict[str, tuple[str, ...]] = {
 _SUM: dict[str, tuple[str, ...]] = {
     "mathematics": ("{text}", "{text} Solve it step by step.", "{text} Answer with the number and one sentence."),
 }
-_HELD_OUT: dict[str, dict[str, tuple[str, ...]]] = {
+_HELD_OUT_TASKS: dict[str, dict[str, tuple[str, ...]]] = {
     "prose": {
         "translation": (
             "Translate the following text into French.\n\n{text}",
@@ -269,14 +269,14 @@ class Content:
         return len(self._wordings())
 
     def wording(self, seed: int, index: int) -> tuple[str, str]:
-        """Return the category and text of the prompt in wording `index`, in a random order given by `seed`."""
+        """Shuffle the wordings by `seed`, and return the category and text of the prompt in the wording at `index`."""
         wordings = self._wordings()
         random.Random(f"{seed}/{self.module}/{self.name}/{self.text}").shuffle(wordings)
         category, template = wordings[index]
         return category, template.format(text=self.text, name=self.name)
 
     def _wordings(self) -> list[tuple[str, str]]:
-        tasks = (_HELD_OUT if self.held_out else _TRAINED)[self.group]
+        tasks = (_HELD_OUT_TASKS if self.held_out else _TRAINED)[self.group]
         return [(category, template) for category, templates in tasks.items() for template in templates]
 
 
@@ -303,7 +303,7 @@ def _passages() -> Iterator[tuple[str, str, str, str]]:
 
 
 def prose(text: str) -> list[str]:
-    """Return the first paragraphs of prose, without markup, code and links.
+    """Return the first paragraphs of prose; paragraphs with markup, code or links are skipped.
 
     >>> prose("# Title\\n\\n" + "This is a sentence of several plain words. " * 8)[0][:42]
     'This is a sentence of several plain words.'
@@ -331,7 +331,7 @@ def _tables() -> Iterator[tuple[str, str, str, str]]:
 
 
 def _sums() -> Iterator[tuple[str, str, str, str]]:
-    for number in range(NUM_SUMS):
+    for number in range(NUM_PUZZLES):
         rng = random.Random(f"sum/{number}")
         text = _PUZZLES[number % len(_PUZZLES)].format(
             a=rng.randrange(120, 900), b=rng.randrange(3, 30), c=rng.randrange(2, 12)
@@ -359,7 +359,7 @@ class TrainingPrompt:
     category: str  # the kind of task, such as "code" or "summary"
 
 
-def is_shipped_source(source: str) -> bool:
+def is_built_in_source(source: str) -> bool:
     return source in (STDLIB, CONTENT, HELD_OUT) or source.startswith(PACKAGE)
 
 

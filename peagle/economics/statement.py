@@ -18,7 +18,7 @@ from peagle.errors import ConfigError, did_you_mean
 
 SCHEMA = 1
 DIMENSIONS = ("key", "model", "drafter", "tag", "day", "run", "instance")
-DIGITS = 9  # of a dollar, in data
+DIGITS = 9  # decimal places of dollars in JSON
 _TAG_PREFIX = "tag:"
 
 
@@ -38,9 +38,9 @@ def parse_dimensions(text: str) -> tuple[str, ...]:
 
 
 def statement(charges: Iterable[Charge], by: Sequence[str], days: Days, notes: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the spending of a period for JSON. `start` and `end` are inclusive, and None if unbounded.
+    """Return the spending of a period for JSON.
 
-    Each row has its dimensions, counts, `usd`, `usd_per_million_tokens` and `saved` (`Savings.to_dict`).
+    Its `start` and `end` are inclusive days, and None if unbounded. Each row has its dimensions, counts, `usd`, `usd_per_million_tokens` and `saved` (`Savings.to_dict`).
     """
     groups: dict[tuple[str, ...], Spend] = {}
     by_drafter: dict[tuple[str, str], Savings] = {}
@@ -129,7 +129,7 @@ def _apportion(amounts: Sequence[float], total: int) -> list[int]:
 
 
 def convert_currency(data: Mapping[str, Any], code: str, per_usd: float, digits: int = DIGITS) -> dict[str, Any]:
-    """Return a statement with additional amounts `converted` in another currency."""
+    """Return a statement that also has each amount in another currency, under the key `converted`."""
     return {**round_amounts(data, digits, "converted", per_usd), "currency_beside": code, "per_usd": per_usd}
 
 

@@ -76,7 +76,7 @@ def _advice(spec: EngineSpec, precision: Precision) -> str:
     options += ["--kv-cache-precision bf16"] * (precision.kv_cache == "fp8")
     options += ["--precision bf16"] * (precision.quantization is not None)
     options += ["--enforce-eager"] * (not spec.enforce_eager)
-    fix = f"; try {' or '.join(options)} to find out which" if options else ""
+    fix = f"; try {' or '.join(options)} to find the kernel" if options else ""
     return f"a vLLM kernel computes wrong results on this hardware or in this precision{fix}"
 
 

@@ -53,9 +53,9 @@ class Heartbeats:
     def observe(self, sessions: Iterable[EngineSession]) -> None:
         """Record when heartbeats changed."""
         for session in self.of_this_attempt(sessions):
-            life_s, _ = self._beats.get(session.session_id, (None, 0.0))
-            if life_s != _life_s(session):
-                self._beats[session.session_id] = _life_s(session), self._monotonic()
+            last_lifetime_s, _ = self._beats.get(session.session_id, (None, 0.0))
+            if last_lifetime_s != _recorded_lifetime_s(session):
+                self._beats[session.session_id] = _recorded_lifetime_s(session), self._monotonic()
 
     def alive(self, sessions: Iterable[EngineSession]) -> list[EngineSession]:
         """Return the live engines of this attempt, as of the last `observe`."""
@@ -65,10 +65,10 @@ class Heartbeats:
             if not session.ended and self._silence_s(session) <= self._silent_after_s
         ]
 
-    def life_s(self, session: EngineSession) -> float:
+    def lifetime_s(self, session: EngineSession) -> float:
         """Return how long an engine has run. A silent engine counts as running for at most two heartbeat intervals."""
         silence_s = 0.0 if session.ended else min(self._silence_s(session), self._silent_after_s)
-        return _life_s(session) + silence_s
+        return _recorded_lifetime_s(session) + silence_s
 
     def _silence_s(self, session: EngineSession) -> float:
         now = self._monotonic()
@@ -76,5 +76,5 @@ class Heartbeats:
         return now - seen_at
 
 
-def _life_s(session: EngineSession) -> float:
+def _recorded_lifetime_s(session: EngineSession) -> float:
     return session.last_seen_at - session.started_at

@@ -191,6 +191,6 @@ class Spending:
         """Return the total cost, including the time since the last heartbeats."""
         self.heartbeats.observe(sessions)
         current = self.heartbeats.of_this_attempt(sessions)
-        device_s = sum(self.heartbeats.life_s(session) * session.num_devices for session in current)
+        device_s = sum(self.heartbeats.lifetime_s(session) * session.num_devices for session in current)
         self.usd = self._earlier_usd + device_s * self._price.usd_per_device_s
         return self.usd

@@ -22,7 +22,7 @@ _CHECK_S = 5.0
 class IdleWatch:
     """Measures how long all engines and batches have been idle.
 
-    `has_batches` returns whether batches are running, because the ledger does not include batches' engines.
+    `has_batches` returns whether batches are running. The ledger does not show it, because it omits the engines of batches.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ def stop_when_idle(
     thread.join()
     if is_idle.is_set():
         started_at = psutil.Process().create_time()
-        say(f"its engines cost {format_usd(engines_usd(ledger, price, since=started_at))}")
+        say(f"the endpoint's engines cost {format_usd(engines_usd(ledger, price, since=started_at))}")
 
 
 def engines_usd(ledger: Path, price: Price, *, since: float) -> float:

@@ -25,7 +25,7 @@ from peagle.drafter.features import FeatureJob, load_reader, open_store, shard_t
 from peagle.drafter.head import INITS
 from peagle.drafter.metrics import Metrics
 from peagle.drafter.pipeline import Listener, Prepared, finish_from_checkpoint, prepare, train_prepared
-from peagle.drafter.prompts import is_shipped_source
+from peagle.drafter.prompts import is_built_in_source
 from peagle.drafter.spending import TrainingSpending, training_spending
 from peagle.drafter.training import ProcessGroup, checkpoint_mtime_ns
 from peagle.errors import DivergedError, PeagleError
@@ -195,7 +195,7 @@ def _worker_config(config: TrainConfig) -> TrainConfig:
         update={
             "model": _target_for_workers(config),
             "prompts": [
-                source if is_shipped_source(source) else str(storage_path(source)) for source in config.prompts
+                source if is_built_in_source(source) else str(storage_path(source)) for source in config.prompts
             ],
             "output": config.output.resolve(),
             "features": config.features and config.features.resolve(),

@@ -19,7 +19,7 @@ from tests.faults.endpoint import Size, serving
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(1200)]
 NUM_ROWS, ROW_TOKENS = 80, 40
 WAIT_S = 300
-SIZE = Size(min_replicas=1, max_replicas=2, token_s=0.05, tokens=10)
+SIZE_AND_LOAD = Size(min_replicas=1, max_replicas=2, token_s=0.05, tokens=10)
 
 
 def lines():
@@ -44,7 +44,7 @@ def wait(client, batch, condition):
 
 async def run_clients_during_batch(endpoint, client, batch):
     """Send interactive requests during the batch, kill the engine once, and return the outcomes of the requests."""
-    clients = Clients(endpoint.url, 3, SIZE.tokens)
+    clients = Clients(endpoint.url, 3, SIZE_AND_LOAD.tokens)
     await asyncio.sleep(5)
     (core,) = endpoint.pids("the engine's process")
     os.kill(core, signal.SIGKILL)
@@ -54,7 +54,7 @@ async def run_clients_during_batch(endpoint, client, batch):
 
 
 def test_batch_in_idle_slots_is_complete_and_paid_once(tmp_path):
-    flags = [*SIZE.flags(), "--batches", str(tmp_path / "batches"), "--batch-engines", "endpoint"]
+    flags = [*SIZE_AND_LOAD.flags(), "--batches", str(tmp_path / "batches"), "--batch-engines", "endpoint"]
     with serving(tmp_path, flags, start_s=420) as endpoint:
         with openai.OpenAI(base_url=f"{endpoint.url}/v1", api_key="none", max_retries=0) as client:
             batch = create_batch(client)

@@ -217,7 +217,7 @@ def group_sync(tmp_path):
     return GroupSync(path)
 
 
-def test_group_sync_serves_all_waiters_that_arrive_during_a_sync_with_one_call(disk, group_sync):
+def test_waiters_that_arrive_during_a_group_sync_share_the_next_one(disk, group_sync):
     first = group_sync.sync()
     disk.started.acquire()
     others = [group_sync.sync() for _ in range(20)]

@@ -182,7 +182,12 @@ class Load:
 
 
 def describe_load(card: Mapping[str, Any], replicas: Mapping[str, int], num_running: int) -> dict[str, int]:
-    """Return a model's engines and requests as JSON, from its entry in `/v1/models` and `replica_counts`."""
+    """Return a model's engines and requests as JSON.
+
+    Args:
+        card: the model's entry in `/v1/models`.
+        replicas: numbers of replicas by state.
+    """
     # Serve sends each engine a limited number of requests; the others wait in the ingress.
     in_engines = replicas["num_running_replicas"] * card["max_requests_per_replica"]
     return {

@@ -1,3 +1,5 @@
+"""Batches of the head's training. Here, rows are inputs (anchor, depth) of the head, and `_S` is their dimension."""
+
 import torch
 
 from peagle.drafter.batch import attention_mask, sample_blocks, sample_rows
@@ -11,7 +13,7 @@ def test_docstring_example_of_sample_rows():
     assert rows.depth_S.tolist() == [0, 0, 0, 0, 0, 1, 2, 1]
 
 
-def test_chains_are_nested_and_shrink_by_the_ratio():
+def test_anchors_of_each_depth_are_among_those_of_the_previous_depth():
     rows = sample_rows(MASK, num_depths=8, ratio=0.8, generator=torch.Generator().manual_seed(1))
     anchors = [set(rows.anchor_S[rows.depth_S == depth].tolist()) for depth in range(8)]
     assert anchors[0] == set(range(60))

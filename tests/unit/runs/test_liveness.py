@@ -30,10 +30,10 @@ def test_engine_is_dead_after_two_missed_heartbeats(clock):
     heartbeats.observe(sessions)
     clock.now += 8
     assert [session.session_id for session in heartbeats.alive(sessions)] == ["current"]
-    assert heartbeats.life_s(sessions[1]) == 18
+    assert heartbeats.lifetime_s(sessions[1]) == 18
     clock.now += 0.5
     assert heartbeats.alive(sessions) == []
-    assert heartbeats.life_s(sessions[1]) == 18
+    assert heartbeats.lifetime_s(sessions[1]) == 18
     sessions[1] = make_session("current", busy_s=16.0)
     heartbeats.observe(sessions)
     assert [session.session_id for session in heartbeats.alive(sessions)] == ["current"]

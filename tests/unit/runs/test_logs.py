@@ -20,7 +20,7 @@ def test_logs_folder_is_local_and_differs_between_runs(tmp_path):
     assert folder != logs_folder(storage_path("s3://bucket/other"))
 
 
-def test_changed_log_is_copied_and_truncated_to_its_end(s3, tmp_path, monkeypatch):
+def test_only_the_end_of_a_long_changed_log_is_copied(s3, tmp_path, monkeypatch):
     monkeypatch.setattr(logs, "_MAX_BYTES", 10)
     log = tmp_path / "engine.log"
     copy = LogCopy(ROOT, log, "engine.log")

@@ -29,7 +29,9 @@ def check(tmp_path, make_key):
 def test_valid_input_is_counted(check):
     result = check(line("1"), "", line("2", max_tokens=50))
     assert (result.num_requests, result.model, result.errors) == (2, "a", ())
-    assert (result.prompt_tokens, result.output_tokens) == (200, 150), "each request counts at most the context"
+    assert (result.prompt_tokens, result.output_tokens) == (200, 150), (
+        "prompt and output each count as at most the context"
+    )
 
 
 @pytest.mark.parametrize(
