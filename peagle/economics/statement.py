@@ -40,7 +40,8 @@ def parse_dimensions(text: str) -> tuple[str, ...]:
 def statement(charges: Iterable[Charge], by: Sequence[str], days: Days, notes: Sequence[str] = ()) -> dict[str, Any]:
     """Return the spending of a period for JSON.
 
-    Its `start` and `end` are inclusive days, and None if unbounded. Each row has its dimensions, counts, `usd`, `usd_per_million_tokens` and `saved` (`Savings.to_dict`).
+    Its `start` and `end` are inclusive days, and None if unbounded. Each row has its dimensions, counts, `usd`,
+    `usd_per_million_tokens` and `saved` (`Savings.to_dict`).
     """
     groups: dict[tuple[str, ...], Spend] = {}
     by_drafter: dict[tuple[str, str], Savings] = {}

@@ -22,7 +22,7 @@ _CHECK_S = 5.0
 class IdleWatch:
     """Measures how long all engines and batches have been idle.
 
-    `has_batches` returns whether batches are running. The ledger does not show it, because it omits the engines of batches.
+    `has_batches` returns whether batches are running. The ledger omits their engines.
     """
 
     def __init__(
