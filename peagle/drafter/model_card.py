@@ -80,7 +80,7 @@ The head {embeddings}.
 | Architecture | {method}, {layers}, {num_parameters / 1e6:.1f} M trained parameters, bf16 |
 | Reads | states entering layers {", ".join(map(str, aux_layers))} of the target |
 | Draft vocabulary | {vocabulary.size:,} tokens, which cover {vocabulary.coverage:.2%} of the tokens in the training documents |
-| Data | {num_documents:,} {responses}, {num_response_tokens:,} tokens, from {_by_name(config.prompts)}; overlap with {_by_name(config.exclude)} removed |
+| Data | {num_documents:,} {responses}, {num_response_tokens:,} tokens, from {_names_of(config.prompts)}; overlap with {_names_of(config.exclude)} removed |
 | Seen | {num_tokens_seen:,} tokens in {num_passes:.3g} passes{"" if config.init in INITS else ", in addition to those of the head that it continues"} |
 | Recipe | K_train {config.num_depths}, {sampling}{loss}, {start}, {optimizer}, {config.batch_tokens:,} tokens per step, lm_head {"trained" if config.train_lm_head else "frozen"}{frozen} |
 | Hardware | {_hardware(config, device)}, {train_s / 3600:.2f} h of training |
@@ -93,7 +93,7 @@ The head {embeddings}.
 """
 
 
-def _by_name(sources: Sequence[str]) -> str:
+def _names_of(sources: Sequence[str]) -> str:
     """Join the names of files and folders, without their paths."""
     return ", ".join(Path(source).absolute().name for source in sources)
 

@@ -44,7 +44,7 @@ class MeasuredCell(Cell):
 
 
 class Tuned(BaseModel):
-    """The choice. Ranges in profiles of earlier versions are ignored."""
+    """The concurrency that was chosen. Ranges in profiles of earlier versions are ignored."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
 

@@ -68,7 +68,7 @@ class _Reader(io.RawIOBase):
         return self._piece[start : start + num_bytes]
 
 
-_PART_BYTES = 1 << 26  # S3 accepts 10,000 parts; some stores require parts of equal size
+_PART_BYTES = 1 << 26  # 64 MiB; S3 accepts 10,000 parts; some stores require parts of equal size
 
 
 @contextlib.contextmanager
@@ -86,7 +86,7 @@ def open_to_write(store: ObjectStore, address: Address) -> Iterator[BinaryIO]:
 def abort_uploads(store: ObjectStore, folder: Address, older_than_s: float) -> int:
     """Abort the multipart uploads that killed writers left in a folder; return their number.
 
-    An upload does not name its writer, so all uploads above an age, by the store's clock, are aborted.
+    An upload does not name its writer, so all uploads that are older by the store's clock are aborted.
     """
     list_uploads = functools.partial(store.api.list_multipart_uploads, Bucket=folder.bucket, Prefix=f"{folder.key}/")
     listing = store.request(f"{folder}: cannot be listed", folder, list_uploads)
@@ -106,7 +106,7 @@ def _abort(store: ObjectStore, address: Address, upload: str) -> None:
 
 
 class _Writer(io.RawIOBase):
-    """Collects data, and uploads it at once or, if it is large, in parts."""
+    """Collects data, and uploads it in one request or, if it is large, in parts."""
 
     def __init__(self, store: ObjectStore, address: Address) -> None:
         self._store, self._address = store, address

@@ -27,7 +27,7 @@ _REFUSAL_BURST = 20
 _MAX_DELAY_S = 2.0
 _MAX_DELAYED = 64  # per key; additional refusals are sent immediately
 _LOG_INTERVAL_S = 1.0
-_MAX_ADDRESSES, _MAX_LOGGED_CHARS = 1024, 200
+_MAX_ADDRESSES, _MAX_LOGGED_CHARS = 1024, 200  # of clients in memory; of a path in the log
 _log = logging.getLogger("ray.serve")
 
 
@@ -182,7 +182,7 @@ class Load:
 
 
 def describe_load(card: Mapping[str, Any], replicas: Mapping[str, int], num_running: int) -> dict[str, int]:
-    """Return a model's engines and requests as JSON, from its entry in `/v1/models` and `replica_counts`."""
+    """Return a model's engines and requests as JSON, from its entries in `/v1/models` and in the replica counts."""
     # Serve sends each engine a limited number of requests; the others wait in the ingress.
     in_engines = replicas["num_running_replicas"] * card["max_requests_per_replica"]
     return {
