@@ -290,7 +290,7 @@ def _values(rows: pa.RecordBatch) -> list[dict[str, Any]]:
 
 
 def _row(piece: pa.RecordBatch, where: str) -> RawRow:
-    """Return the row of a one-row batch, with its readable columns. `where` counts rows from 0, as ids do."""
+    """Return the row of a one-row batch, with its readable columns. `where` names the file and the row."""
     columns: dict[str, Any] = {}
     first_error = None
     for column in piece.schema:

@@ -21,7 +21,7 @@ MAX_NAME_LENGTH, MAX_CRON_NAME_LENGTH = 47, 36
 FOLDER = "/mnt/peagle"  # mount path of the shared volume, for weights and files of the configuration
 CONFIG_FOLDER, KEYS_FOLDER = "/etc/peagle", "/etc/peagle-keys"
 RAY_VERSION = "2.60.0"
-_HEAD_RESOURCES = {"cpu": "4", "memory": "16Gi"}
+_HEAD_RESOURCES = {"cpu": "4", "memory": "16Gi"}  # of the Ray head's pod
 # A worker's share of its machine; the remainder is for Ray's agents, the kubelet and the pods that run on every node.
 _CPU_SHARE, _MEMORY_SHARE = 0.9, 0.85
 _SHM_SHARE = 0.3  # of a pod's memory: Ray's object store and communication between ranks

@@ -31,18 +31,18 @@ INITS = ("warm", "random")
 class HeadSpec:
     """The architecture of a head, its initial weights, and which of them are trained."""
 
-    aux_layers: tuple[int, ...]
+    aux_layers: tuple[int, ...]  # the head reads the states that enter these layers of the target
     algorithm: str = "peagle"
     num_layers: int = 1
-    # KV heads of the drafter's attention; None means the target's number. Attention is the only source of context for a
-    # mask row, so more KV heads may help; they start as copies of the target's.
+    # KV heads of the drafter's attention; None means the target's number. A mask token gets its context only through
+    # attention, so more KV heads may help; they start as copies of the target's.
     num_key_value_heads: int | None = None
     num_depths: int = 8  # K during training
     mask_token_id: int = 0
     # "warm", "random" or a folder. With "warm", layers start as the target's last layers, which must be like Llama's,
-    # and `fc` returns the last aux state. A folder is a saved head to continue, with the same shape, or with fewer
-    # layers (new layers start as the identity) or KV heads (which are repeated). A P-EAGLE head may also continue an
-    # EAGLE-3 head.
+    # and `fc`, which combines the states of the aux layers, returns the last one. A folder is a saved head to continue,
+    # with the same shape, or with fewer layers (new layers start as the identity) or KV heads (which are repeated). A
+    # P-EAGLE head may also continue an EAGLE-3 head.
     init: str = "warm"
     # The first layers of the saved head that are not trained. Their inputs (`fc`, mask state, embeddings) are not
     # trained either.

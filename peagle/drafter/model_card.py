@@ -35,10 +35,10 @@ def render_card(
     layers = f"{config.num_layers} layer{'s' if config.num_layers > 1 else ''}"
     if config.num_key_value_heads is not None:
         layers += f" of {config.num_key_value_heads} KV heads"
-    names = {"peagle": "P-EAGLE", "eagle3": "EAGLE-3", "dflash": "DFlash", "dspark": "DSpark"}
-    method, is_block = names[config.algorithm], config.algorithm in BLOCK_METHODS
+    method_names = {"peagle": "P-EAGLE", "eagle3": "EAGLE-3", "dflash": "DFlash", "dspark": "DSpark"}
+    method, is_block = method_names[config.algorithm], config.algorithm in BLOCK_METHODS
     vllm_method = config.algorithm if is_block else "eagle3"
-    parallel = ', "parallel_drafting": True' if config.algorithm == "peagle" else ""
+    parallel_option = ', "parallel_drafting": True' if config.algorithm == "peagle" else ""
     drafting_order = "one after another" if config.algorithm == "eagle3" else "all in one pass"
     responses = "existing responses"
     if config.responses == "regenerate":
@@ -69,7 +69,7 @@ Drafts tokens {drafting_order} for `{target_id}`. vLLM loads this folder directl
 
 ```python
 speculative_config = {{
-    "method": "{vllm_method}", "model": "THIS FOLDER", "num_speculative_tokens": {config.num_speculative_tokens}{parallel}
+    "method": "{vllm_method}", "model": "THIS FOLDER", "num_speculative_tokens": {config.num_speculative_tokens}{parallel_option}
 }}
 ```
 

@@ -31,7 +31,8 @@ _CPUINFO_KEYS = {"vendor_id", "cpu family", "model", "model name", "flags", "Fea
 def cache_root(inherited: Mapping[str, str], *, cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, str]:
     """Create the folder for compiled code of this node's CPU engines; return the environment variables that set it.
 
-    If other users can write to the folder, or it cannot be created, a temporary folder is used.
+    `inherited` is this process's environment. A temporary folder is used if other users can write to the folder, or if
+    the folder cannot be created.
 
     Raises:
         ConfigError: neither folder is usable.

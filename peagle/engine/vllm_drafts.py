@@ -107,7 +107,7 @@ class SchedulerDrafts:
             self._find_gap(request, new.num_computed_tokens // block_size)
             budget.prompt_cost.start_request(request.num_prompt_tokens - new.num_computed_tokens, request.max_tokens)
         can_draft = not all(_drafts_of(request).has_gap for request in requests)
-        depth = 0
+        depth = 0  # number of tokens to draft
         if can_draft and budget.drafting_pays(len(requests), self._started_s):
             depth = self._num_speculative_tokens if self._drafts_deepest() else budget.depth
         else:
@@ -124,16 +124,16 @@ class SchedulerDrafts:
         if num_cached_blocks == 0:
             return
         last = request.block_hashes[num_cached_blocks - 1]
-        for hashes, first_missing in self._gaps:
-            if first_missing < num_cached_blocks <= len(hashes) and hashes[num_cached_blocks - 1] == last:
-                self._add_gap(request, first_missing)
+        for hashes, first_missing_block in self._gaps:
+            if first_missing_block < num_cached_blocks <= len(hashes) and hashes[num_cached_blocks - 1] == last:
+                self._add_gap(request, first_missing_block)
                 return
 
-    def _add_gap(self, request: Any, first_missing: int) -> None:
+    def _add_gap(self, request: Any, first_missing_block: int) -> None:
         drafts = _drafts_of(request)
         if not drafts.has_gap:
             drafts.has_gap = True
-            self._gaps.append((request.block_hashes, first_missing))  # vLLM extends the list of hashes
+            self._gaps.append((request.block_hashes, first_missing_block))  # vLLM extends the list of hashes
 
     def end_step(self) -> None:
         self._ended_s = time.perf_counter()
@@ -200,6 +200,7 @@ class SchedulerDrafts:
             is_sampled[row] = _sampling_kind(request) == "sampled"
             if self._min_ngram is not None:
                 odds[row, drafts.num_head_tokens :] = math.nan
+        # [requests, K]: the probability that a draft token and all tokens before it are accepted.
         survival = budget.survival("greedy", odds)
         if is_sampled.any():
             survival[is_sampled] = budget.survival("sampled", odds[is_sampled])

@@ -108,7 +108,7 @@ def place(
 
     Args:
         num_nodes: number of nodes with engines (`num_engine_nodes`).
-        max_engines: the maximum number of engines later; cores are shared by as many of them as fit on a node.
+        max_engines: how many engines may run later; a node's cores are divided among as many of them as fit.
         accelerator_type: the type that engines need; None for any.
         fewer_engines_hint: the hint if there are too many engines; {} is replaced by the number that fits.
 

@@ -185,6 +185,7 @@ def _day_figure(daily: Mapping[str, Any]) -> str:
         sums[f"of {name}"] += usd["attributed"] or 0.0  # "of" prevents a clash with a name such as "lost"
         sums["overhead"] += usd["overhead"] or 0.0
         sums["lost"] += usd["lost"] or 0.0
+    # Key in `usd_by_day`, label and CSS class of each layer of a column.
     layers = [(f"of {name}", name or f"no {dimension}", f"series-{index}") for index, name in enumerate(shown_names)]
     layers += [(f"of {_OTHERS}", _OTHERS, f"series-{MAX_SERIES - 1}")] if len(shown_names) < len(most_expensive) else []
     layers += [("overhead", "overhead (loading, idle)", "share-idle"), ("lost", "lost", "share-lost")]

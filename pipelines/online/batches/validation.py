@@ -58,9 +58,9 @@ def check_input(path: str, rules: BatchRules) -> CheckedInput:
     validator = _Validator(rules)
     try:
         with contextlib.closing(Lines(path)) as lines:
-            for number, line in enumerate(lines, start=1):
+            for line_number, line in enumerate(lines, start=1):
                 if line.strip():
-                    validator.add_line(number, line)
+                    validator.add_line(line_number, line)
                 if len(validator.errors) >= _MAX_ERRORS:
                     break
     except InputError as error:
@@ -88,26 +88,26 @@ class _Validator:
         self.model: str | None = None
         self.errors: list[dict[str, Any]] = []
 
-    def add_line(self, number: int, line: bytes) -> None:
+    def add_line(self, line_number: int, line: bytes) -> None:
         if self.num_requests == MAX_REQUESTS:
             raise _FileError("too_many_requests", f"a batch may have at most {MAX_REQUESTS:,} requests")
         self.num_requests += 1
         try:
-            self._check_line(number, line)
+            self._check_line(line_number, line)
         except ApiError as error:
-            self.add_error(number, error)
+            self.add_error(line_number, error)
         except RecursionError:
-            self.add_error(number, _FileError("invalid_json_line", "this line is nested too deeply"))
+            self.add_error(line_number, _FileError("invalid_json_line", "this line is nested too deeply"))
 
-    def add_error(self, number: int | None, error: ApiError) -> None:
+    def add_error(self, line_number: int | None, error: ApiError) -> None:
         message, param = error.message, error.param
         if len(message) > _MAX_MESSAGE_CHARS:
             message = message[:_MAX_MESSAGE_CHARS] + "..."
         if param and not isinstance(error, _FileError):
             param = f"body.{param}"
-        self.errors.append({"code": error.code, "message": message, "param": param, "line": number})
+        self.errors.append({"code": error.code, "message": message, "param": param, "line": line_number})
 
-    def _check_line(self, number: int, line: bytes) -> None:
+    def _check_line(self, line_number: int, line: bytes) -> None:
         if len(line) > self._rules.max_line_bytes:
             message = f"this line has {len(line)} bytes, but at most {self._rules.max_line_bytes} are allowed"
             raise _FileError("line_too_large", message)
@@ -118,7 +118,7 @@ class _Validator:
         if custom_id in self._line_by_custom_id:
             message = f"custom_id {shown(custom_id)} is already used on line {self._line_by_custom_id[custom_id]}"
             raise _FileError("duplicate_custom_id", message, "custom_id")
-        self._line_by_custom_id[custom_id] = number
+        self._line_by_custom_id[custom_id] = line_number
         if url != self._rules.endpoint:
             raise _FileError(
                 "mismatched_endpoint", f"url is {shown(url)}, but the batch is for {self._rules.endpoint}", "url"

@@ -122,15 +122,15 @@ def check_request(
         values, len(body), is_chat=path == CHAT_URL, max_model_len=model.max_model_len, num_choices=num_choices
     )
     if model.max_answer_bytes is not None:
-        max_tokens = shape.max_output_tokens(model.max_answer_bytes)
-        if max_tokens < 1 or (requested or 0) > max_tokens:
+        tokens_by_size = shape.max_output_tokens(model.max_answer_bytes)
+        if tokens_by_size < 1 or (requested or 0) > tokens_by_size:
             message = (
-                f"the answer could have {shape.num_bytes(max(requested or 0, 1)) / 2**20:,.1f} MiB (choices, tokens "
-                f"and logprobs together), but at most {model.max_answer_bytes / 2**20:,.1f} are allowed; "
+                f"the answer could be {shape.num_bytes(max(requested or 0, 1)) / 2**20:,.1f} MiB long (choices, "
+                f"tokens and logprobs), but at most {model.max_answer_bytes / 2**20:,.1f} MiB are allowed; "
                 "request less, or send several requests"
             )
             raise ApiError(400, message, code="answer_too_large")
-        tokens = min(tokens, max_tokens)
+        tokens = min(tokens, tokens_by_size)
     if path == COMPLETIONS_URL:
         values["max_tokens"] = tokens  # vLLM's own default is 16
     options = values.get("stream_options") or {}
