@@ -22,7 +22,6 @@ from peagle.files import converted_write_errors, write_atomic
 from peagle.private import user_path
 from peagle.profiles.measurements import Cell, describe_invalid
 
-SCHEMA = 1
 ENGINE_KEYS = (
     *("model", "drafter", "num_speculative_tokens", "precision", "kv_cache_precision"),
     *("max_num_seqs", "max_num_batched_tokens"),
