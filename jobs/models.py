@@ -55,8 +55,8 @@ def _print_variables(card: "ModelCard") -> dict[str, str]:
 
     drafter_preset = preset(card)
     print(f"# {card.title}; drafter: {drafter_preset.drafter}")
-    for folder, purpose in drafter_preset.uploads:
-        print(f"# upload {folder} to S3, for {purpose}")
+    for folder, mount_path in drafter_preset.uploads:
+        print(f"# upload {folder} to S3, for {mount_path}")
     for name, value in drafter_preset.variables.items():
         print(f"{name}={value}")
     return drafter_preset.variables

@@ -25,7 +25,7 @@ _REPORT_EVERY_S = 15.0
 
 @contextlib.contextmanager
 def standard_streams() -> Iterator[SimpleNamespace]:
-    """Escape text that the streams cannot encode, and exit as if killed by SIGPIPE if the reader has exited.
+    """Escape text that the streams cannot encode. Exit as if killed by SIGPIPE if standard output has no reader.
 
     Yields:
         A namespace in which the command sets its exit `code`; on exit it may become `PIPE_CODE`.
@@ -50,7 +50,7 @@ def broken_pipe(message: str) -> int:
     if not any(event & select.POLLERR for _, event in poll.poll(0)):
         print(message, file=sys.stderr)
         return 1
-    devnull = os.open(os.devnull, os.O_WRONLY)  # else the interpreter prints an error at exit
+    devnull = os.open(os.devnull, os.O_WRONLY)  # otherwise the interpreter prints an error at exit
     os.dup2(devnull, sys.stdout.fileno())
     os.close(devnull)
     return PIPE_CODE

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-WIDTH, HEIGHT = 440, 250
+WIDTH, HEIGHT = 440, 250  # in pixels, as all sizes here
 LEFT, RIGHT, TOP, BOTTOM = 38, 6, 18, 34  # margins of a chart with axes
 MAX_SERIES = 6  # more colours cannot be distinguished
 
@@ -36,14 +36,14 @@ svg .area { fill: var(--s0); opacity: .25; }
     f"svg .line-{n} {{ fill: none; stroke: var(--s{n}); stroke-width: 2; }}\n"
     for n in range(MAX_SERIES)
 )
-_MARGIN, _TITLE_HEIGHT, _LEGEND_LINE = 16, 30, 20
+_MARGIN, _TITLE_HEIGHT, _LEGEND_LINE_HEIGHT = 16, 30, 20  # of a standalone chart
 _LABEL_HEIGHT = 12
 _HEADING_CHARS, _LEGEND_CHARS = 58, 60  # number of characters that fit into `WIDTH`, in bold and regular type
 
 
-def text(x: float, y: float, content: str, kind: str, anchor: str) -> str:
-    """Return a text element of class `kind`; `anchor` is "start", "middle" or "end"."""
-    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(content)}</text>'
+def text(x: float, y: float, content: str, css_class: str, anchor: str) -> str:
+    """Return a text element; `anchor` is "start", "middle" or "end"."""
+    return f'<text class="{css_class}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(content)}</text>'
 
 
 def title(content: str) -> str:
@@ -114,7 +114,7 @@ def standalone(chart: str, heading: str, legend: Sequence[str], height: int = HE
     """Return a drawing as an SVG file with a heading, a legend and a style. Long texts are shortened."""
     width = WIDTH + 2 * _MARGIN
     legend_top = _MARGIN + _TITLE_HEIGHT + height + 12
-    page_height = legend_top + _LEGEND_LINE * len(legend) + _MARGIN - 4
+    page_height = legend_top + _LEGEND_LINE_HEIGHT * len(legend) + _MARGIN - 4
     positioned_svg = f'<svg x="{_MARGIN}" y="{_MARGIN + _TITLE_HEIGHT}" width="{WIDTH}" height="{height}" '
     parts = [
         f"<style>svg {{ {LIGHT} font-family: system-ui, sans-serif; }}\n",
@@ -124,7 +124,7 @@ def standalone(chart: str, heading: str, legend: Sequence[str], height: int = HE
         chart.replace("<svg ", positioned_svg, 1),
     ]
     for series, label in enumerate(legend):
-        y = legend_top + _LEGEND_LINE * series
+        y = legend_top + _LEGEND_LINE_HEIGHT * series
         parts.append(f'<rect class="series-{series}" x="{_MARGIN}" y="{y}" width="11" height="11" rx="3"/>')
         parts.append(text(_MARGIN + 18, y + 10, shortened(label, _LEGEND_CHARS), "label", "start"))
     size = f'width="{width}" height="{page_height}" viewBox="0 0 {width} {page_height}"'
@@ -134,7 +134,7 @@ def standalone(chart: str, heading: str, legend: Sequence[str], height: int = HE
 Curve = tuple[str, Sequence[tuple[int, float]]]  # label, and points (x, value)
 
 _INSET = 20  # between the axis and the first point
-_MAX_STEPS = 4  # between grid lines of the vertical axis
+_MAX_STEPS = 4  # maximum number of steps between grid lines of the vertical axis
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

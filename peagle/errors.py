@@ -31,8 +31,8 @@ class PeagleError(Exception):
         return (_rebuild, (type(self), self.message, self.hint))
 
 
-def _rebuild(kind: type[PeagleError], message: str, hint: str) -> PeagleError:
-    return kind(message, hint=hint)
+def _rebuild(error_type: type[PeagleError], message: str, hint: str) -> PeagleError:
+    return error_type(message, hint=hint)
 
 
 class ConfigError(PeagleError):
@@ -66,7 +66,7 @@ class CapacityError(PeagleError):
 
 
 class DivergedError(PeagleError):
-    """The training loss is not finite."""
+    """The training loss or its gradient is not finite."""
 
 
 class EngineError(PeagleError):

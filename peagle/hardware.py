@@ -19,10 +19,10 @@ _GIB = 1024**3
 # The instruction sets that matter to an engine on a CPU.
 _RELEVANT_CPU_FLAGS = frozenset({"avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx_vnni", "amx_tile", "amx_bf16"})
 
-_FIELDS = "name,memory.total,memory.free,compute_cap,uuid,mig.mode.current,driver_version"
+_GPU_FIELDS = "name,memory.total,memory.free,compute_cap,uuid,mig.mode.current,driver_version"
 # A driver without compute_cap is too old for any engine. `index` stands in for the fields that the driver lacks, so the
 # node still counts as a GPU node, and is refused because of its driver.
-_FIELDS_OF_OLD_DRIVERS = "name,memory.total,memory.free,index,uuid,index,driver_version"
+_GPU_FIELDS_OF_OLD_DRIVERS = "name,memory.total,memory.free,index,uuid,index,driver_version"
 
 
 class _Gpu(NamedTuple):
@@ -42,7 +42,7 @@ class Hardware:
     """The hardware of one node.
 
     Attributes:
-        platform: the build of vLLM for this node.
+        platform: the build of vLLM that this node needs.
         memory_gib, free_memory_gib: memory of one accelerator, or of the machine on a CPU node.
         num_cpus: logical CPUs available to this process (affinity mask and cgroup quota).
         accelerator: the GPU's marketing name; None on a CPU node.
@@ -181,7 +181,7 @@ def _with_accelerators(host: Hardware, gpus: list[_Gpu]) -> Hardware:
 
 def _nvidia_smi() -> list[_Gpu]:
     """Return the visible GPUs; empty without a driver."""
-    for fields in (_FIELDS, _FIELDS_OF_OLD_DRIVERS):
+    for fields in (_GPU_FIELDS, _GPU_FIELDS_OF_OLD_DRIVERS):
         command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
         try:
             output = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
@@ -239,7 +239,7 @@ def _mib_to_gib(mib: str) -> float | None:
 
 
 def _cores_in_mask(root: Path) -> tuple[int, tuple[int, ...]]:
-    """Return the number of logical CPUs in the affinity mask, and one per physical core, by NUMA node."""
+    """Return the number of logical CPUs in the affinity mask, and the `core_ids` of `Hardware`."""
     allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
     cores: dict[str, tuple[int, int]] = {}
     for cpu in allowed:
@@ -318,7 +318,7 @@ def _read(path: Path) -> str | None:
 # have the vendor, and the metadata server has the type. On other machines, no server is queried.
 METADATA = "http://169.254.169.254"  # link-local, never routed
 _TIMEOUT_S = 1.0
-_NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")  # restricted, because the name is displayed and stored
+_VALID_INSTANCE_TYPE = re.compile(r"[A-Za-z0-9._-]{1,100}")  # restricted, because the name is displayed and stored
 # For each vendor and product in DMI: the path to query, and the required header.
 _QUERIES = {
     ("Google", "Google Compute Engine"): (
@@ -347,7 +347,7 @@ def instance_type(*, root: Path = Path("/"), metadata: str = METADATA) -> str | 
         name = _query(metadata + query[0], query[1])
     else:
         return None
-    return name if _NAME.fullmatch(name) else None
+    return name if _VALID_INSTANCE_TYPE.fullmatch(name) else None
 
 
 def _query(url: str, headers: dict[str, str]) -> str:

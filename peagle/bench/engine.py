@@ -84,7 +84,7 @@ def read_from(log: Path, position: int) -> str:
 
 
 def measure_and_report(run: Any, root: Path, listener: MeasurementListener, *, pass_noun: str) -> dict[str, Any]:
-    """Measure and write the report, also after an error or interrupt."""
+    """Measure and write the report, also after an error or interrupt. `pass_noun` is the plural noun in the message."""
     try:
         run.measure()
     except BaseException:
@@ -208,7 +208,7 @@ async def run_pass(
     progress: Callable[[int, int], None],
     num_warm_up: int,
 ) -> PassResult:
-    """Send every prompt once, after a short warm-up that is not measured."""
+    """Send every prompt once, after an unmeasured warm-up with short responses to `num_warm_up` of the prompts."""
     warm_up = {**sampling, "max_tokens": min(8, sampling["max_tokens"])}
     await asyncio.gather(*(_send(engine, f"warm-up-{i}", p, warm_up) for i, p in enumerate(prompts[:num_warm_up])))
     await asyncio.sleep(_COUNTERS_SETTLE_S)

@@ -45,21 +45,21 @@ def complete_head(folder: Path) -> Path:
     """
     if not _lacks_lm_head(folder):
         return folder
-    complete = _complete_folder(folder)
-    if not complete.exists():
+    complete_folder = _complete_folder(folder)
+    if not complete_folder.exists():
         target = ensure_embedded(target_of(folder))
         try:
-            _restore_rows(folder, target, complete)
+            _restore_rows(folder, target, complete_folder)
         except OSError as error:
             raise ConfigError(
-                f"{complete} cannot be written: {error.strerror}",
+                f"{complete_folder} cannot be written: {error.strerror}",
                 hint="free some space, or set PEAGLE_HOME to a folder that you can write to",
             ) from error
-    return complete
+    return complete_folder
 
 
 def without_rows(folder: Path, target: Path, output: Path) -> None:
-    """Write a copy of a head without its lm_head rows. Raises DrafterError if they differ from the target's."""
+    """Write a copy of a head without its lm_head rows. Raises DrafterError if the rows differ from the target's."""
     import torch
     from safetensors.torch import load_file
 
@@ -67,11 +67,11 @@ def without_rows(folder: Path, target: Path, output: Path) -> None:
     rows = tensors.pop(_LM_HEAD)
     if not torch.equal(rows, rows_of(target, tensors["d2t"])):
         raise DrafterError(f"{folder}: its lm_head differs from the target's", hint="train it with --no-train-lm-head")
-    _copy_with(folder, tensors, output)
+    _copy_with_weights(folder, tensors, output)
 
 
 def target_of(folder: Path) -> str:
-    """Return the name of a head's embedded target."""
+    """Return the name of a head's embedded target (a target inside a Python package)."""
     verifier = (read_config(folder, DrafterError).get("speculators_config") or {}).get("verifier") or {}
     verifier_name = str(verifier.get("name_or_path"))
     name = verifier_name if verifier_name in EMBEDDED_TARGETS else embedded_of_upstream(verifier_name)
@@ -105,7 +105,7 @@ def _restore_rows(folder: Path, target: Path, complete: Path) -> None:
     complete.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{complete.name}.", dir=complete.parent) as staging:
         head = Path(staging) / complete.name
-        _copy_with(folder, tensors, head)
+        _copy_with_weights(folder, tensors, head)
         config_file = head / "config.json"
         config = json.loads(config_file.read_text())
         if config.pop("quantization_config", None):
@@ -117,7 +117,7 @@ def _restore_rows(folder: Path, target: Path, complete: Path) -> None:
                 raise
 
 
-def _copy_with(folder: Path, tensors: dict[str, "torch.Tensor"], output: Path) -> None:
+def _copy_with_weights(folder: Path, tensors: dict[str, "torch.Tensor"], output: Path) -> None:
     from safetensors.torch import save
 
     shutil.copytree(folder, output, ignore=shutil.ignore_patterns(_WEIGHTS))

@@ -26,7 +26,7 @@ from peagle.errors import InputError
 
 _BATCH_ROWS = 1024
 _FOOTER_BYTES = 65536
-_NO_PYTHON_VALUE = (OverflowError, ValueError)  # raised for the year 10000, and for text that is not UTF-8
+_VALUE_ERRORS = (OverflowError, ValueError)  # raised for the year 10000, and for text that is not UTF-8
 
 
 def count_parquet(file: SourceFile) -> int:
@@ -43,9 +43,13 @@ def scan_parquet(
     *,
     old_digest: bool = False,
 ) -> tuple[list[Span], pa.Schema]:
-    """Cut a file into spans of `sizes` rows, and update `digest` with its content, or (`old_digest`) as older plans do.
+    """Cut a file into spans, and update `digest` with its content.
 
     Raises InputError if the file is not valid Parquet, or has a column of an unsupported type.
+
+    Args:
+        sizes: number of rows of each span.
+        old_digest: update `digest` as in older plans.
     """
     with _open(file.path) as parquet:
         _require_readable(file.path, parquet)
@@ -59,7 +63,10 @@ def scan_parquet(
         groups = [parquet.metadata.row_group(index) for index in range(parquet.metadata.num_row_groups)]
         storage_columns = storage_schema(schema)
         schema = pa.schema(
-            [mark_wide(c) if _might_be_wide(s, groups) else c for c, s in zip(schema, storage_columns, strict=True)]
+            [
+                mark_wide(column) if _might_be_wide(stored, groups) else column
+                for column, stored in zip(schema, storage_columns, strict=True)
+            ]
         )
     with read_errors_as_input_error(file.path), open_raw(file.path) as handle:
         if old_digest:  # reads only the footer, so it misses some edits that do not change the length
@@ -159,10 +166,10 @@ def _int96_columns(parquet: pq.ParquetFile) -> list[str]:
 
 
 @contextlib.contextmanager
-def _nanosecond_batches(path: str, columns: list[str], **rows: Any) -> Iterator[Iterator[pa.RecordBatch]]:
+def _nanosecond_batches(path: str, columns: list[str], **options: Any) -> Iterator[Iterator[pa.RecordBatch]]:
     """Read INT96 columns in nanoseconds, in which times outside of 1677 to 2262 wrap around."""
     with pq.ParquetFile(open_raw(path) if "://" in path else path) as parquet:
-        yield parquet.iter_batches(_BATCH_ROWS, columns=columns, **rows)
+        yield parquet.iter_batches(_BATCH_ROWS, columns=columns, **options)
 
 
 def _is_same(coarse: pa.Array, fine: pa.Array) -> bool:
@@ -198,7 +205,7 @@ def _unsupported_columns(path: str, parquet: pq.ParquetFile) -> Iterator[pa.Fiel
             pa.table({column.name: from_values(values, rows.schema.field(0).type)}).take([0])
         except (pa.ArrowException, NotImplementedError, TypeError):
             yield column
-        except _NO_PYTHON_VALUE:
+        except _VALUE_ERRORS:
             continue  # only this row has an error
 
 
@@ -248,7 +255,7 @@ class _ForwardParquet:
         for piece in self._pieces(num_rows):
             try:
                 rows = [RawRow(columns) for columns in _values(piece)]
-            except _NO_PYTHON_VALUE:
+            except _VALUE_ERRORS:
                 first = self.position - piece.num_rows
                 rows = [_row(piece.slice(n, 1), f"{self._path} row {first + n}") for n in range(piece.num_rows)]
             yield from rows
@@ -283,13 +290,13 @@ def _values(rows: pa.RecordBatch) -> list[dict[str, Any]]:
 
 
 def _row(piece: pa.RecordBatch, where: str) -> RawRow:
-    """Return the row of a one-row batch, with its readable columns. `where` counts rows from 0, as ids do."""
+    """Return the row of a one-row batch, with its readable columns. `where` names the file and the row."""
     columns: dict[str, Any] = {}
     first_error = None
     for column in piece.schema:
         try:
             columns |= _values(piece.select([column.name]))[0]
-        except _NO_PYTHON_VALUE as error:
+        except _VALUE_ERRORS as error:
             if first_error is None:
                 message = f"column {column.name!r}, a {column.type}, cannot be read: {error}"
                 first_error = f"{where} (counted from 0): {message}"

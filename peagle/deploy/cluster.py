@@ -1,6 +1,6 @@
 """The file for `ray up`: a Ray cluster on AWS for a bulk run.
 
-A CPU head runs the driver; machines with engines exist only while there is work.
+The head node, which has no GPU, runs the driver. Machines with engines exist only while there is work.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from peagle.deploy.workload import Workload, require_reachable
 from peagle.errors import ConfigError
 
 REPLACE_ME = "REPLACE-ME"
-MAX_NAME_LENGTH = 50
+MAX_NAME_LENGTH = 50  # characters of the cluster's name
 SHARED_FOLDER = "/mnt/peagle"  # docs/security.md shows how to mount it
 _HOME = "/home/ubuntu/peagle"
 _RAY = f"{_HOME}/.venv/bin/ray"
@@ -90,13 +90,13 @@ def cluster(workload: Workload, names: AwsNames) -> dict[str, Any]:
             "head": {
                 # No GPU, so that no engine runs there; the driver needs little memory.
                 "resources": {"CPU": 4, "GPU": 0},
-                "node_config": _node(names, "m7i.xlarge", names.head_profile, disk_gb=200),
+                "node_config": _node_config(names, "m7i.xlarge", names.head_profile, disk_gb=200),
             },
             "engines": {
                 "min_workers": 0 if requests_machines else min_machines,
                 "max_workers": max_machines,
                 "resources": resources,
-                "node_config": _node(names, offer.instance_type, names.worker_profile, disk_gb=500) | market,
+                "node_config": _node_config(names, offer.instance_type, names.worker_profile, disk_gb=500) | market,
             },
         },
         "head_node_type": "head",
@@ -107,12 +107,12 @@ def cluster(workload: Workload, names: AwsNames) -> dict[str, Any]:
             f"sudo apt-get update -q && sudo apt-get install -qy {_PACKAGES}",
             f"cd {_HOME} && make setup LOCK={'cuda' if offer.num_accelerators else 'cpu'} PYTHON=python3.12",
         ],
-        "head_start_ray_commands": [f"{_RAY} stop", _start(workload, f"--head {_HEAD_FLAGS}")],
-        "worker_start_ray_commands": [f"{_RAY} stop", _start(workload, "--address=$RAY_HEAD_IP:6379")],
+        "head_start_ray_commands": [f"{_RAY} stop", _start_command(workload, f"--head {_HEAD_FLAGS}")],
+        "worker_start_ray_commands": [f"{_RAY} stop", _start_command(workload, "--address=$RAY_HEAD_IP:6379")],
     }
 
 
-def _node(names: AwsNames, instance_type: str, profile: str, *, disk_gb: int) -> dict[str, Any]:
+def _node_config(names: AwsNames, instance_type: str, profile: str, *, disk_gb: int) -> dict[str, Any]:
     """Return a node's configuration, with an encrypted disk and credentials only for its own processes."""
     disk = {"VolumeSize": disk_gb, "VolumeType": "gp3", "Encrypted": True}
     return {
@@ -125,7 +125,7 @@ def _node(names: AwsNames, instance_type: str, profile: str, *, disk_gb: int) ->
     }
 
 
-def _start(workload: Workload, arguments: str) -> str:
+def _start_command(workload: Workload, arguments: str) -> str:
     """Return the command that starts Ray, with a token required."""
     environment = [
         f". {_HOME}/deploy/ray.env",
@@ -137,10 +137,10 @@ def _start(workload: Workload, arguments: str) -> str:
 
 def _header_comment(workload: Workload, *, config: str, output: str) -> list[str]:
     offer, (min_machines, max_machines) = workload.offer, workload.num_machines
-    count = f"{min_machines}" if min_machines == max_machines else f"{min_machines} to {max_machines}"
+    count_text = f"{min_machines}" if min_machines == max_machines else f"{min_machines} to {max_machines}"
     accelerators_text = f" with {offer.num_accelerators} {offer.accelerator} each" if offer.accelerator else ""
     return [
-        f"# A Ray cluster on AWS for {config}: a CPU head for the driver, and {count} x "
+        f"# A Ray cluster on AWS for {config}: a CPU head for the driver, and {count_text} x "
         f"{offer.instance_type}{accelerators_text}",
         f"# ({workload.market.replace('_', '-')}), which exist only while there is work.",
         f"# Written by: peagle deploy cluster {config}",

@@ -1,7 +1,7 @@
 """KubeRay's objects for a configuration: a RayJob or RayCronJob for a bulk run, a RayService for an endpoint.
 
 Fields are those of KubeRay 1.7 (`helm-chart/kuberay-operator/crds` of ray-project/kuberay). `authOptions` with a custom
-Secret, and RayCronJob, need 1.6.
+Secret, and RayCronJob, need at least 1.6.
 """
 
 import shlex
@@ -21,7 +21,7 @@ MAX_NAME_LENGTH, MAX_CRON_NAME_LENGTH = 47, 36
 FOLDER = "/mnt/peagle"  # mount path of the shared volume, for weights and files of the configuration
 CONFIG_FOLDER, KEYS_FOLDER = "/etc/peagle", "/etc/peagle-keys"
 RAY_VERSION = "2.60.0"
-_HEAD_RESOURCES = {"cpu": "4", "memory": "16Gi"}
+_HEAD_RESOURCES = {"cpu": "4", "memory": "16Gi"}  # of the Ray head's pod
 # A worker's share of its machine; the remainder is for Ray's agents, the kubelet and the pods that run on every node.
 _CPU_SHARE, _MEMORY_SHARE = 0.9, 0.85
 _SHM_SHARE = 0.3  # of a pod's memory: Ray's object store and communication between ranks
@@ -30,7 +30,7 @@ _SECURITY = {
     "capabilities": {"drop": ["ALL"]},
     "seccompProfile": {"type": "RuntimeDefault"},
 }
-_GROUP_ID = 1000  # owns the shared volume and the secrets, for any user of the image
+_GROUP_ID = 1000  # owns the shared volume and the secrets, whatever the image's user is
 # For each cloud: labels of spot nodes (a node has at least one of them), and the taint that keeps other pods off.
 _SPOT: dict[str, tuple[dict[str, str], str | None]] = {
     "aws": ({"eks.amazonaws.com/capacityType": "SPOT", "karpenter.sh/capacity-type": "spot"}, None),
@@ -39,7 +39,7 @@ _SPOT: dict[str, tuple[dict[str, str], str | None]] = {
 _RUN_SCRIPT = """\
 # KubeRay retries a failed job in a new cluster, which continues a run that ended with exit code 3 (stopped early). Code
 # 2 (bad configuration) would only occur again, so the job stops itself: a stopped job is not retried.
-{nightly}peagle generate --config {folder}/job.yaml "$@" &
+{set_output}peagle generate --config {folder}/job.yaml "$@" &
 pid=$!
 echo "$pid" > /tmp/peagle.pid
 wait "$pid"
@@ -52,7 +52,7 @@ fi
 exit "$code"
 """
 # The name of the cluster without its suffix is the name of the RayJob, which is the same for all retries.
-_NIGHTLY = 'set -- --output {output}/"${{RAY_CLUSTER_NAME%-*}}" "$@"\n'
+_SET_OUTPUT = 'set -- --output {output}/"${{RAY_CLUSTER_NAME%-*}}" "$@"\n'
 _STOP_SCRIPT = """\
 # Runs before the head's pod terminates: lets the run commit its units.
 [ -f /tmp/peagle.pid ] || exit 0
@@ -116,7 +116,7 @@ def manifests(workload: Workload, options: KubeRayOptions) -> list[dict[str, Any
     if workload.command == "generate":
         return _job_objects(workload, options)
     if options.schedule is not None:
-        raise ConfigError("--schedule is for bulk runs, but the configuration is an endpoint's", hint="leave it out")
+        raise ConfigError("--schedule is for bulk runs, but the configuration is for an endpoint", hint="omit it")
     return [_service(workload, options)]
 
 
@@ -133,11 +133,11 @@ def secret_commands(workload: Workload, options: KubeRayOptions) -> list[str]:
 
 def _job_objects(workload: Workload, options: KubeRayOptions) -> list[dict[str, Any]]:
     require_reachable(workload.settings, ("input", "output", "model", "drafter"), FOLDER)
-    nightly = _NIGHTLY.format(output=shlex.quote(str(workload.settings["output"]))) if options.schedule else ""
+    set_output = _SET_OUTPUT.format(output=shlex.quote(str(workload.settings["output"]))) if options.schedule else ""
     name = f"{workload.name}-config"
     files = {
         "job.yaml": yaml.safe_dump(dict(workload.settings), sort_keys=False, allow_unicode=True, width=120),
-        "run.sh": _RUN_SCRIPT.format(folder=CONFIG_FOLDER, nightly=nightly, job=workload.name),
+        "run.sh": _RUN_SCRIPT.format(folder=CONFIG_FOLDER, set_output=set_output, job=workload.name),
         "stop.sh": _STOP_SCRIPT,
     }
     job = {
@@ -204,7 +204,7 @@ def _metadata(name: str, options: KubeRayOptions) -> dict[str, Any]:
     return {"name": name, **namespace, "labels": {"app.kubernetes.io/name": "peagle"}}
 
 
-# --- the pods: a head, and a worker per machine
+# --- the pods: a Ray head, and a worker per machine
 
 
 def _ray_cluster(
@@ -218,7 +218,7 @@ def _ray_cluster(
     """Return the spec of a RayCluster.
 
     Args:
-        head: additional fields of the head's container.
+        head: additional fields of the Ray head's container.
         env: variables of all containers.
         volumes: additional volumes of all pods, by mount path.
     """
@@ -230,7 +230,7 @@ def _ray_cluster(
         **autoscaling,
         "headGroupSpec": {
             "rayStartParams": {"num-gpus": "0"},  # the head's pod might land on a machine with GPUs
-            "template": _template(
+            "template": _pod_template(
                 options,
                 {"name": "ray-head", "resources": {"limits": _HEAD_RESOURCES, "requests": _HEAD_RESOURCES}, **head},
                 env=env,
@@ -245,18 +245,18 @@ def _ray_cluster(
                 "minReplicas": min_machines,
                 "maxReplicas": max_machines,
                 "rayStartParams": {},
-                "template": _worker(workload, options, env, volumes),
+                "template": _worker_template(workload, options, env, volumes),
             }
         ],
     }
 
 
-def _worker(
+def _worker_template(
     workload: Workload, options: PodOptions, env: Mapping[str, str], volumes: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
     offer = workload.offer
     resources = _worker_resources(offer)
-    template = _template(
+    template = _pod_template(
         options,
         {"name": "ray-worker", "resources": {"limits": resources, "requests": resources}},
         env=env,
@@ -295,7 +295,7 @@ def _shared_memory(memory: str) -> dict[str, Any]:
     return {"emptyDir": {"medium": "Memory", "sizeLimit": f"{gib}Gi"}}
 
 
-def _template(
+def _pod_template(
     options: PodOptions,
     container: Mapping[str, Any],
     *,
@@ -304,7 +304,7 @@ def _template(
     grace_s: float,
 ) -> dict[str, Any]:
     all_volumes = {**volumes, FOLDER: {"persistentVolumeClaim": {"claimName": options.claim}}}
-    names = {path: path.strip("/").replace("/", "-") for path in all_volumes}
+    volume_names = {path: path.strip("/").replace("/", "-") for path in all_volumes}
     variables = {"HF_HOME": f"{FOLDER}/huggingface", "PEAGLE_HOME": f"{FOLDER}/home", **env}
     account = {"serviceAccountName": options.service_account} if options.service_account else {}
     return {
@@ -320,9 +320,9 @@ def _template(
                     "securityContext": _SECURITY,
                     "env": [{"name": name, "value": value} for name, value in variables.items()],
                     "envFrom": [{"secretRef": {"name": name}} for name in options.env_secrets],
-                    "volumeMounts": [{"name": names[path], "mountPath": path} for path in all_volumes],
+                    "volumeMounts": [{"name": volume_names[path], "mountPath": path} for path in all_volumes],
                 }
             ],
-            "volumes": [{"name": names[path], **volume} for path, volume in all_volumes.items()],
+            "volumes": [{"name": volume_names[path], **volume} for path, volume in all_volumes.items()],
         },
     }

@@ -106,8 +106,8 @@ def _speculation(
         return method, chosen.num_speculative_tokens, f"{chosen.where}, {chosen.instance_type} [{chosen.source}]"
     advice = card.speculation_for(concurrency or 1)
     if advice is None:
-        limit = f" for {concurrency} concurrent requests" if concurrency else ""
-        return None, 0, f"none, because nothing was measured or published{limit}"
+        concurrency_text = f" for {concurrency} concurrent requests" if concurrency else ""
+        return None, 0, f"none, because nothing was measured or published{concurrency_text}"
     if advice.method == "none":
         return None, 0, f"none, because a drafter would cost more than it saves [{advice.source}]"
     limit = "any number of" if advice.max_concurrency is None else f"up to {advice.max_concurrency}"

@@ -29,20 +29,20 @@ INITS = ("warm", "random")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadSpec:
-    """The shape of a head."""
+    """The architecture of a head, its initial weights, and which of them are trained."""
 
-    aux_layers: tuple[int, ...]
+    aux_layers: tuple[int, ...]  # the head reads the states that enter these layers of the target
     algorithm: str = "peagle"
     num_layers: int = 1
-    # KV heads of the drafter's attention; None means the target's number. Attention is the only source of context for a
-    # mask row, so more KV heads may help; they start as copies of the target's.
+    # KV heads of the drafter's attention; None means the target's number. A mask token gets its context only through
+    # attention, so more KV heads may help; they start as copies of the target's.
     num_key_value_heads: int | None = None
-    num_depths: int = 8
+    num_depths: int = 8  # K during training
     mask_token_id: int = 0
     # "warm", "random" or a folder. With "warm", layers start as the target's last layers, which must be like Llama's,
-    # and `fc` returns the last aux state. A folder is a saved head to continue, with the same shape, or with fewer
-    # layers (new layers start as the identity) or KV heads (which are repeated). A P-EAGLE head may also continue an
-    # EAGLE-3 head.
+    # and `fc`, which combines the states of the aux layers, returns the last one. A folder is a saved head to continue,
+    # with the same shape, or with fewer layers (new layers start as the identity) or KV heads (which are repeated). A
+    # P-EAGLE head may also continue an EAGLE-3 head.
     init: str = "warm"
     # The first layers of the saved head that are not trained. Their inputs (`fc`, mask state, embeddings) are not
     # trained either.
@@ -124,7 +124,7 @@ def _require_compatible(folder: Path, spec: HeadSpec) -> None:
 
 
 _PROJECTIONS = tuple(f"self_attn.{name}_proj.weight" for name in "qkvo")
-_COPIED = {
+_COPIED = {  # weights of a target's layer that a head also has
     *_PROJECTIONS,
     *(f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
     "input_layernorm.weight",
@@ -325,15 +325,16 @@ def _load_saved(head: Any, folder: Path, weights: Mapping[str, torch.Tensor]) ->
     for name in sorted(parameters.keys() | {name for name in weights if name not in ("d2t", "t2d")}):
         saved, needed = (tuple(side[name].shape) if name in side else None for side in (weights, parameters))
         if saved != needed:
+            saved_text = "is missing" if saved is None else f"has shape {saved}"
             raise ConfigError(
-                f"{folder}: its {name} has shape {saved}, but the head to train needs {needed}",
+                f"{folder}: {name} {saved_text}, but the head to train needs {needed or 'no such weight'}",
                 hint="use the algorithm, layers and vocabulary of that head, or another --init",
             )
         parameters[name].copy_(weights[name])
 
 
 def _with_kv_heads(tensor: torch.Tensor, name: str, parameters: Mapping[str, torch.Tensor], head: Any) -> torch.Tensor:
-    """Repeat the KV heads of a saved weight, if the new head has a multiple of them."""
+    """Repeat the KV heads of a saved weight, if the new head has a multiple of their number."""
     if not name.endswith(("k_proj.weight", "v_proj.weight")) or name not in parameters:
         return tensor
     num_rows = parameters[name].shape[0]

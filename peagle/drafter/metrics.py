@@ -1,7 +1,7 @@
 """The metrics of a training run, step by step, in metrics.jsonl, and their plot.
 
-The loss of single steps is noisy, so each point of the plot is the mean of several steps. Depths share one colour,
-paler at greater depths, and are numbered at the end of their curve.
+The loss of single steps is noisy, so each point of the plot is the mean of several steps. The curves of all depths
+share one colour, which is paler at greater depths. The number at the end of a curve is its depth.
 """
 
 import json
@@ -71,8 +71,8 @@ class Metrics:
             stream.seek(max(0, start - 1))
             if start and stream.read(1) != b"\n":
                 start += len(stream.readline())
-            new = stream.read()
-        complete = new[: new.rfind(b"\n") + 1]
+            data = stream.read()
+        complete = data[: data.rfind(b"\n") + 1]
         return [TrainingProgress.from_dict(json.loads(line)) for line in complete.splitlines()], start + len(complete)
 
 
@@ -96,9 +96,10 @@ def training_plot(steps: Sequence[TrainingProgress]) -> str:
     rate = _curve(windows, [1000 * step.learning_rate for step in steps])
     depths = [_curve(windows, [step.accuracy[depth] for step in steps]) for depth in range(len(last.accuracy))]
     averaged = f", mean of {len(windows[0])} steps" if len(windows[0]) > 1 else ""
+    accuracy_name = f"accuracy by depth, share of drafts{averaged}"
     panels = [
         (_panel(f"loss (KL divergence, nats){averaged}", [loss], last.step, _LOSS_HEIGHT), _LOSS_HEIGHT),
-        (_panel(f"accuracy by depth, share of rows{averaged}", depths, last.step, _ACCURACY_HEIGHT), _ACCURACY_HEIGHT),
+        (_panel(accuracy_name, depths, last.step, _ACCURACY_HEIGHT), _ACCURACY_HEIGHT),
         (_panel("learning rate, thousandths", [rate], last.step, _RATE_HEIGHT), _RATE_HEIGHT),
     ]
     parts, top = [], 0

@@ -35,10 +35,10 @@ def render_card(
     layers = f"{config.num_layers} layer{'s' if config.num_layers > 1 else ''}"
     if config.num_key_value_heads is not None:
         layers += f" of {config.num_key_value_heads} KV heads"
-    names = {"peagle": "P-EAGLE", "eagle3": "EAGLE-3", "dflash": "DFlash", "dspark": "DSpark"}
-    method, is_block = names[config.algorithm], config.algorithm in BLOCK_METHODS
+    method_names = {"peagle": "P-EAGLE", "eagle3": "EAGLE-3", "dflash": "DFlash", "dspark": "DSpark"}
+    method, is_block = method_names[config.algorithm], config.algorithm in BLOCK_METHODS
     vllm_method = config.algorithm if is_block else "eagle3"
-    parallel = ', "parallel_drafting": True' if config.algorithm == "peagle" else ""
+    parallel_option = ', "parallel_drafting": True' if config.algorithm == "peagle" else ""
     drafting_order = "one after another" if config.algorithm == "eagle3" else "all in one pass"
     responses = "existing responses"
     if config.responses == "regenerate":
@@ -69,7 +69,7 @@ Drafts tokens {drafting_order} for `{target_id}`. vLLM loads this folder directl
 
 ```python
 speculative_config = {{
-    "method": "{vllm_method}", "model": "THIS FOLDER", "num_speculative_tokens": {config.num_speculative_tokens}{parallel}
+    "method": "{vllm_method}", "model": "THIS FOLDER", "num_speculative_tokens": {config.num_speculative_tokens}{parallel_option}
 }}
 ```
 
@@ -80,7 +80,7 @@ The head {embeddings}.
 | Architecture | {method}, {layers}, {num_parameters / 1e6:.1f} M trained parameters, bf16 |
 | Reads | states entering layers {", ".join(map(str, aux_layers))} of the target |
 | Draft vocabulary | {vocabulary.size:,} tokens, which cover {vocabulary.coverage:.2%} of the tokens in the training documents |
-| Data | {num_documents:,} {responses}, {num_response_tokens:,} tokens, from {_by_name(config.prompts)}; overlap with {_by_name(config.exclude)} removed |
+| Data | {num_documents:,} {responses}, {num_response_tokens:,} tokens, from {_names_of(config.prompts)}; overlap with {_names_of(config.exclude)} removed |
 | Seen | {num_tokens_seen:,} tokens in {num_passes:.3g} passes{"" if config.init in INITS else ", in addition to those of the head that it continues"} |
 | Recipe | K_train {config.num_depths}, {sampling}{loss}, {start}, {optimizer}, {config.batch_tokens:,} tokens per step, lm_head {"trained" if config.train_lm_head else "frozen"}{frozen} |
 | Hardware | {_hardware(config, device)}, {train_s / 3600:.2f} h of training |
@@ -93,7 +93,7 @@ The head {embeddings}.
 """
 
 
-def _by_name(sources: Sequence[str]) -> str:
+def _names_of(sources: Sequence[str]) -> str:
     """Join the names of files and folders, without their paths."""
     return ", ".join(Path(source).absolute().name for source in sources)
 

@@ -31,8 +31,8 @@ from peagle.economics.ledger import (
 from peagle.economics.usage import EngineSession, RequestUsage
 from peagle.storage import StoragePath, remove, write_atomic
 
-_AFTER_SHUTDOWN_S = 3600.0
-_AFTER_SILENCE_S = 86_400.0
+_AFTER_SHUTDOWN_S = 3600.0  # since the last record of a process that was shut down
+_AFTER_SILENCE_S = 86_400.0  # since the last record of another process
 _SMALL_BYTES = 64 * 2**20  # larger files stay as they are
 
 
@@ -61,7 +61,7 @@ def _num_files(ledger: StoragePath) -> int:
     return sum(len(list_files(ledger, kind)) for kind in (REQUESTS, BEATS, "session"))
 
 
-# --- lines
+# --- files with a line per request or heartbeat
 
 
 def _compact_lines(ledger: StoragePath, kind: str, sessions: dict[str, EngineSession], now: float) -> None:
@@ -132,6 +132,7 @@ def _groups(chosen: list[Segment]) -> Iterator[list[Segment]]:
 
 def _has_ended(segment: Segment, kind: str, sessions: Mapping[str, EngineSession], now: float) -> bool:
     """Return whether no process appends to this file any more."""
+    # A plus marks the new file of a process that continued.
     session_id = segment.name.removeprefix(f"{kind}-").rstrip("+").removesuffix(".jsonl")
     if session := sessions.get(session_id):
         return _session_has_ended(session, now)

@@ -194,8 +194,8 @@ def _overheads(
         committed_s[day - days.start] += usd / usd_per_s
     midnights = [(day + 1) * DAY_S for day in days]
     sessions_at_midnight = [session_at(session, end) if end < session.last_seen_at else session for end in midnights]
-    for day, seconds in zip(days, shares_by_period(sessions_at_midnight, committed_s), strict=True):
-        usd_by_state = seconds.scaled(usd_per_s)
+    for day, times in zip(days, shares_by_period(sessions_at_midnight, committed_s), strict=True):
+        usd_by_state = times.scaled(usd_per_s)
         loading_usd = usd_by_state.load + usd_by_state.compile
         spend = Spend(
             loading_usd=loading_usd,
@@ -222,7 +222,7 @@ def _charge(run: str, session: EngineSession | None, group: SpendingGroup, spend
     )
 
 
-NODES = "head and CPU nodes"
+NODES = "head and CPU nodes"  # stands for the run in `node_charges`
 
 
 def node_charges(sessions: Iterable[EngineSession], days: Days, usd_per_hour: float) -> Iterator[Charge]:

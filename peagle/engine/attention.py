@@ -130,18 +130,18 @@ def check_backends(spec: EngineSpec, hardware: Hardware, *, head_dim: int) -> No
     _check_drafter(spec, hardware)
     target_backend(spec, hardware)
     backend, is_fp8 = draft_backend(spec, hardware), _draft_cache(spec, hardware) == "fp8"
-    broken = next((a for a in AVOIDED if a.replacement is None and a.affects(spec, hardware)), None)
+    broken = next((entry for entry in AVOIDED if entry.replacement is None and entry.affects(spec, hardware)), None)
     if is_fp8 and backend is None and broken is not None and head_dim > WIDEST_FP8_HEAD:
         raise ConfigError(
-            f"with heads as wide as {head_dim}, vLLM would use {_FLASHINFER} for the drafter's KV cache in fp8, which"
-            f" is refused on {hardware.accelerator}: {broken.symptom} ({broken.source})",
+            f"with attention heads as wide as {head_dim}, vLLM would use {_FLASHINFER} for the drafter's KV cache in"
+            f" fp8, which is refused on {hardware.accelerator}: {broken.symptom} ({broken.source})",
             hint=f"use --kv-cache-precision bf16, or --draft-attention-backend {_TRITON}",
         )
 
 
 def _backend(requested: str | None, spec: EngineSpec, hardware: Hardware, kv_cache: str | None) -> str | None:
-    """Return the requested back end, or another one if vLLM would choose a broken one."""
-    avoided = next((a for a in AVOIDED if kv_cache == "fp8" and a.affects(spec, hardware)), None)
+    """Return the requested back end, or a replacement if vLLM would choose a broken one. Refuses a broken request."""
+    avoided = next((entry for entry in AVOIDED if kv_cache == "fp8" and entry.affects(spec, hardware)), None)
     if avoided is None:
         return requested
     if requested is not None and requested.upper() == _FLASHINFER:

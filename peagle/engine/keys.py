@@ -123,18 +123,18 @@ def extra_arguments(
     """
     if options.engine_args:
         check_argument_names(options.engine_args)
-    text = config.get("text_config") or config
+    text_config = config.get("text_config") or config
     extra: dict[str, Any] = {}
     # In a sliding window, FP8 saves little memory and costs as much time as elsewhere (vLLM blog, 2026-04-22).
-    if on_gpu and precision.kv_cache == "fp8" and "sliding_attention" in (text.get("layer_types") or ()):
+    if on_gpu and precision.kv_cache == "fp8" and "sliding_attention" in (text_config.get("layer_types") or ()):
         extra["kv_cache_dtype_skip_layers"] = ["sliding_window"]
     return extra | {name: value for name, value in options.engine_args.items() if name not in SPEC_FIELDS}
 
 
 def widest_head_dim(config: Mapping[str, Any]) -> int:
     """Return the dimension of a target's widest attention heads; 0 if unknown."""
-    text = config.get("text_config") or config
-    return max(text.get("head_dim") or 0, text.get("global_head_dim") or 0)
+    text_config = config.get("text_config") or config
+    return max(text_config.get("head_dim") or 0, text_config.get("global_head_dim") or 0)
 
 
 def spec_fields(options: TargetOptions) -> dict[str, Any]:
@@ -168,14 +168,14 @@ def apply_drafter_options(drafter: DrafterSpec, options: TargetOptions, hardware
             hint="add --engine-arg async_scheduling=false, which costs time in each step, or remove --draft-lookup",
         )
     # vLLM has no attention in both directions on an fp8 cache (vllm-project/vllm issue 41559).
-    is_bf16 = drafter.is_block and hardware.platform == "cuda" and options.draft_kv_cache_precision == "auto"
+    needs_bf16 = drafter.is_block and hardware.platform == "cuda" and options.draft_kv_cache_precision == "auto"
     # On GPUs, drafts stay on the device. There, only DSpark's own runner can drop drafts, and only if the user sets
     # `verify`.
     is_dspark_with_verify = drafter.method == "dspark" and "verify" in options.model_fields_set
     can_verify_some = hardware.platform == "cpu" or is_dspark_with_verify
     return replace(
         drafter,
-        kv_cache_precision="bf16" if is_bf16 else options.draft_kv_cache_precision,
+        kv_cache_precision="bf16" if needs_bf16 else options.draft_kv_cache_precision,
         attention_backend=options.draft_attention_backend and options.draft_attention_backend.upper(),
         lookup=lookup,
         verify=options.verify if can_verify_some else "all",
@@ -191,7 +191,7 @@ def drafter_note(drafter: DrafterSpec | None) -> str:
 
 
 def non_default_options(options: TargetOptions) -> dict[str, Any]:
-    """Return the options that differ from their defaults, for the fingerprint of a measurement."""
+    """Return the drafter's options and `engine_args` if not default, for the fingerprint of a measurement."""
     names = (*DRAFTER_KEYS, "engine_args")
     defaults = {name: TargetOptions.model_fields[name].get_default(call_default_factory=True) for name in names}
     return {name: value for name in names if (value := getattr(options, name)) != defaults[name]}

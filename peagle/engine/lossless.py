@@ -20,7 +20,7 @@ Outcome = Literal["same", "tie", "different"]
 # Logits of bf16 have 8 significant bits: between 16 and 32, where the largest logits are, neighbouring values are
 # 0.125 apart, and both logits may move by that much. float16 has 11 bits. In float32, long sums differ by far more
 # than its precision.
-_TIE = {"bf16": 0.25, "float16": 0.03125, "float32": 0.001}
+_TIE_MARGINS = {"bf16": 0.25, "float16": 0.03125, "float32": 0.001}
 
 
 def tie_margin(precision: Precision) -> float:
@@ -31,7 +31,7 @@ def tie_margin(precision: Precision) -> float:
     """
     if {"fp8", "int8"} & {precision.weights, precision.kv_cache}:
         return 0.5  # a value that is rounded differently moves logits by more
-    return _TIE[precision.kv_cache]
+    return _TIE_MARGINS[precision.kv_cache]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,8 +27,8 @@ _BLOCK_TOKENS = 16  # tokens per KV cache block of vLLM on a GPU; one block stay
 # to 12 % for Gemma 4 with P-EAGLE (`tests/rehearsal`).
 _PADDING = 1.13
 _KV_CACHE_DTYPE_BYTES = {"fp8": 1, "bf16": 2, "float16": 2, "float32": 4}
-# Bytes per parameter, used if only the number of parameters is known. MXFP4 has 4 bits and an exponent for each 32
-# parameters; parameters outside experts are larger.
+# Bytes per parameter by quantization, used if only the number of parameters is known. MXFP4 has 4 bits and an exponent
+# for each 32 parameters; parameters outside experts are larger.
 _PARAMETER_BYTES = {None: 2.0, "mxfp4": 0.53, "fp8": 1.0, "compressed-tensors": 1.0}
 
 
@@ -90,32 +90,33 @@ def read_footprint(model: str) -> Footprint | None:
 
 
 def footprint_from_config(config: dict[str, Any], weights_bytes: int) -> Footprint | None:
-    """Return the footprint of a Hugging Face `config.json`, or None if it does not describe the cache (MLA)."""
-    text = config.get("text_config", config)
+    """Return the footprint of a Hugging Face `config.json`, or None if it lacks cache sizes or uses MLA."""
+    text_config = config.get("text_config", config)
     try:
-        num_heads, num_layers = text["num_attention_heads"], text["num_hidden_layers"]
-        head_dim = text.get("head_dim") or text["hidden_size"] // num_heads
-        kv_elements = 2 * text.get("num_key_value_heads", num_heads) * head_dim
-        context_tokens = text["max_position_embeddings"]
+        num_heads, num_layers = text_config["num_attention_heads"], text_config["num_hidden_layers"]
+        head_dim = text_config.get("head_dim") or text_config["hidden_size"] // num_heads
+        kv_elements = 2 * text_config.get("num_key_value_heads", num_heads) * head_dim
+        context_tokens = text_config["max_position_embeddings"]
         # Gemma 4's global layers have a different number of heads.
-        full_heads = text.get("num_global_key_value_heads") or text.get("num_key_value_heads", num_heads)
-        full_elements = 2 * full_heads * (text.get("global_head_dim") or head_dim)
+        kv_heads = text_config.get("num_key_value_heads", num_heads)
+        full_heads = text_config.get("num_global_key_value_heads") or kv_heads
+        full_elements = 2 * full_heads * (text_config.get("global_head_dim") or head_dim)
     except KeyError:
         return None
-    if "kv_lora_rank" in text:
+    if "kv_lora_rank" in text_config:
         return None
-    num_sliding = sum(kind == "sliding_attention" for kind in text.get("layer_types") or ())
-    dtype = str(config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or "bfloat16")
+    num_sliding = sum(kind == "sliding_attention" for kind in text_config.get("layer_types") or ())
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or text_config.get("dtype") or "bfloat16")
     return Footprint(
         weights_bytes=weights_bytes,
         weight_dtype_bytes=4 if dtype == "float32" else 2,
         context_tokens=context_tokens,
         num_layers=num_layers - num_sliding,
         num_sliding_layers=num_sliding,
-        sliding_window_tokens=text.get("sliding_window") or 0,
+        sliding_window_tokens=text_config.get("sliding_window") or 0,
         kv_elements_per_token=kv_elements,
         full_kv_elements=full_elements,
-        kv_heads=text.get("num_key_value_heads", num_heads),
+        kv_heads=kv_heads,
         full_kv_heads=full_heads,
     )
 
@@ -242,9 +243,9 @@ def _fitting_options(spec: EngineSpec, hardware: Hardware, footprint: Footprint)
     )
     if fitting_kibi:
         options.append(f"--max-model-len {fitting_kibi * 1024}")
-    for num in (2, 4, 8, 16):
-        if num > spec.num_accelerators and _fits(replace(spec, tensor_parallel_size=num), hardware, footprint):
-            options.append(f"--tensor-parallel-size {num}")
+    for size in (2, 4, 8, 16):
+        if size > spec.num_accelerators and _fits(replace(spec, tensor_parallel_size=size), hardware, footprint):
+            options.append(f"--tensor-parallel-size {size}")
             break
     precision = spec_precision(spec, hardware)
     if precision.weights == "bf16" and (hardware.supports_fp8_weights or hardware.supports_int8):
@@ -298,8 +299,8 @@ def _request_kv_gib(spec: EngineSpec, hardware: Hardware, footprint: Footprint) 
 def _drafter_kv_elements(spec: EngineSpec, target: Footprint) -> int:
     """Return the key and value elements per token of all layers of the drafter.
 
-    If its `config.json` is not on this disk, its layers are assumed to be as wide as the target's: 4 layers for
-    P-EAGLE, 1 for EAGLE-3, 5 for others.
+    If the drafter's `config.json` is not on this disk, its layers are assumed to be as wide as the target's: 4 layers
+    for P-EAGLE, 1 for EAGLE-3, 5 for others.
     """
     if spec.drafter is None or not spec.drafter.has_head:
         return 0
@@ -312,9 +313,9 @@ def _drafter_kv_elements(spec: EngineSpec, target: Footprint) -> int:
         config = json.loads(Path(cached or folder / "config.json").read_text())
     except (OSError, ValueError, TypeError):  # a TypeError if the hub's cache has recorded that the file does not exist
         config = {}
-    layers = config.get("transformer_layer_config", config)
-    drafter = footprint_from_config({"max_position_embeddings": 0, **layers}, 0)
+    layer_config = config.get("transformer_layer_config", config)
+    drafter = footprint_from_config({"max_position_embeddings": 0, **layer_config}, 0)
     if drafter is None:
         usual_num_layers = {"peagle": 4, "eagle3": 1}.get(spec.drafter.method, 5)
-        return (layers.get("num_hidden_layers") or usual_num_layers) * target.kv_elements_per_token
+        return (layer_config.get("num_hidden_layers") or usual_num_layers) * target.kv_elements_per_token
     return (drafter.num_layers + drafter.num_sliding_layers) * drafter.full_kv_elements

@@ -27,17 +27,18 @@ from peagle.requests.bounds import token_id_error
 
 DEFAULT_CPU_S = 3.0
 REQUESTER: ContextVar[str] = ContextVar("requester", default="")  # trials serve requesters in turn
-_MAX_CACHED = 4_096
+_MAX_CACHED = 4_096  # results
 _REFUSAL_CACHE_S = 600.0  # CPU time also grows on a busy machine, so refused constraints are retried
 _MEMORY_BYTES = 512 * 2**20  # memory limit of a compilation
 _MAX_PER_REQUESTER = 5  # concurrent trials, including waiting trials
 _MAX_TOTAL = 64  # concurrent trials of all requesters
-_MAX_REFUSED_S, _DECAY = 10.0, 0.1  # CPU seconds of a requester's refused trials; decay per second
+# CPU seconds of refused trials after which a requester must wait; every second, 0.1 of them are forgotten.
+_MAX_REFUSED_CPU_S, _FORGOTTEN_CPU_S_PER_S = 10.0, 0.1
 _REASONS = {
     "slow": "compiling it takes more than {cpu_s:g} s of CPU time; reduce lengths and optional properties",
     "slow_steps": "checking it takes too long at each token",
     "large": "compiling it takes too much memory",
-    "unsatisfiable": "no token can start a response that satisfies it; look for references to itself",
+    "unsatisfiable": "no token can start a response that satisfies it; look for self-references",
 }
 
 
@@ -55,7 +56,7 @@ class Trials:
     Args:
         tokenizer: returns the vocabulary for `trial_process.py`; called once, in a thread.
         any_whitespace: the engine's setting for compiling JSON schemas.
-        is_shared: limit the waiting trials of each requester, and refuse requesters with many refused trials.
+        is_shared: whether to limit waiting trials, and to refuse requesters with many refused trials.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class Trials:
             counts = self._num_trials_by_requester
             if self._is_shared and (counts[requester] >= _MAX_PER_REQUESTER or counts.total() >= _MAX_TOTAL):
                 raise TrialsBusy("too many new schemas or grammars at once; try again, or use fewer different ones")
-            if self._is_shared and self._recent_refused_cpu_s(requester) >= _MAX_REFUSED_S:
+            if self._is_shared and self._recent_refused_cpu_s(requester) >= _MAX_REFUSED_CPU_S:
                 raise TrialsBusy("too many of your schemas or grammars took too long; try again in a minute")
             self._num_trials_by_requester[requester] += 1
             # A trial continues when its client disconnects: otherwise the client could start another one immediately.
@@ -149,7 +150,7 @@ class Trials:
     def _recent_refused_cpu_s(self, requester: str) -> float:
         """Return the CPU time of this requester's recent refused trials."""
         seconds, updated_at = self._refused_cpu_s.get(requester, (0.0, 0.0))
-        return max(0.0, seconds - (self._monotonic() - updated_at) * _DECAY)
+        return max(0.0, seconds - (self._monotonic() - updated_at) * _FORGOTTEN_CPU_S_PER_S)
 
 
 class _Process:
@@ -168,7 +169,7 @@ class _Process:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     text=True,
-                    # The process forks, so it has only one thread; it needs no accelerator.
+                    # The process forks, so it must have only one thread. It needs no accelerator.
                     env=os.environ
                     | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""},
                 )
@@ -185,13 +186,13 @@ class _Process:
             self._process = None
 
 
-def _exchange(process: "subprocess.Popen[str]", line: Mapping[str, Any]) -> dict[str, Any]:
+def _exchange(process: "subprocess.Popen[str]", message: Mapping[str, Any]) -> dict[str, Any]:
     assert process.stdin, "it is a pipe"
     assert process.stdout, "it is a pipe"
-    process.stdin.write(json.dumps(line) + "\n")
+    process.stdin.write(json.dumps(message) + "\n")
     process.stdin.flush()
-    answer: dict[str, Any] = json.loads(process.stdout.readline())
-    return answer
+    reply: dict[str, Any] = json.loads(process.stdout.readline())
+    return reply
 
 
 class _FairLock:

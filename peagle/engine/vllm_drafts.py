@@ -1,8 +1,8 @@
 """Changes to the drafts inside vLLM's processes: prompt lookup, and the choice of the drafts to verify.
 
 The worker adds the drafter's log-probabilities and duration to the drafts. Between two steps the scheduler, in the
-core's process, has the drafts as lists: it replaces some by copies from the request's text (`lookup.py`), and drops
-those that are not worth verifying (`verification.py`). `vllm_plugin.py` installs both parts.
+engine core's process, has the drafts as lists. It replaces some by copies from the request's text (`lookup.py`), and
+drops those that are not worth verifying (`verification.py`). `vllm_plugin.py` installs both parts.
 """
 
 import functools
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
 LOOKUP = "PEAGLE_LOOKUP_MIN_NGRAM"  # environment variable: the shortest n-gram; empty disables the lookup
-VERIFY = "PEAGLE_VERIFY"  # environment variable: "auto": verify only drafts worth their time; anything else: verify all
+VERIFY = "PEAGLE_VERIFY"  # environment variable; if "auto", only drafts that are worth their time are verified
 # After this many steps, learn only from every eighth step, because learning takes as long as choosing.
 _LEARNING_STEPS = 64
 _LEARN_EVERY = 8
@@ -32,7 +32,7 @@ _LEARN_EVERY = 8
 # Another one drafts K tokens, to learn how often the deepest drafts survive. The budget learns from both.
 _EXPLORE_EVERY = 64
 _EARLY_EXPLORE_EVERY = 8  # during the first `_LEARNING_STEPS`
-_MAX_KNOWN_GAPS = 1024
+_MAX_GAPS = 1024  # remembered requests with a gap
 
 
 @dataclass(slots=True)
@@ -65,12 +65,13 @@ class SchedulerDrafts:
     def __init__(self, min_ngram: int | None, num_speculative_tokens: int, budget: DraftBudget | None) -> None:
         self._min_ngram, self._num_speculative_tokens, self._budget = min_ngram, num_speculative_tokens, budget
         # Block hashes of recent requests, and the first block that the drafter's KV cache lacks.
-        self._gaps: deque[tuple[Sequence[Any], int]] = deque(maxlen=_MAX_KNOWN_GAPS)
+        self._gaps: deque[tuple[Sequence[Any], int]] = deque(maxlen=_MAX_GAPS)
         self._num_steps = 0
         self._started_s = self._ended_s = 0.0
         self._step: DecodingStep | None = None  # the running step
         self._num_prompt_tokens = 0  # of the running step
         self._requests: dict[str, Any] = {}
+        # By kind of sampling, since the last learning: log-odds, numbers of verified and of accepted drafts.
         self._observed: dict[str, list[tuple[Array, int, int]]] = {"greedy": [], "sampled": []}
 
     def start_step(self, scheduler: Any, scheduled: Any) -> None:
@@ -94,19 +95,19 @@ class SchedulerDrafts:
 
     def _start_step(self, budget: DraftBudget, scheduler: Any, scheduled: Any) -> None:
         self._started_s = time.perf_counter()
-        for name in scheduled.finished_req_ids:
-            if (request := self._requests.pop(name, None)) is not None:
+        for request_id in scheduled.finished_req_ids:
+            if (request := self._requests.pop(request_id, None)) is not None:
                 budget.prompt_cost.end_request(request.num_output_tokens)
         if not scheduled.num_scheduled_tokens:
             return
-        requests = [scheduler.requests[name] for name in scheduled.num_scheduled_tokens]
+        requests = [scheduler.requests[request_id] for request_id in scheduled.num_scheduled_tokens]
         block_size = scheduler.kv_cache_manager.block_pool.hash_block_size
         for new in scheduled.scheduled_new_reqs:
             request = self._requests[new.req_id] = scheduler.requests[new.req_id]
             self._find_gap(request, new.num_computed_tokens // block_size)
             budget.prompt_cost.start_request(request.num_prompt_tokens - new.num_computed_tokens, request.max_tokens)
         can_draft = not all(_drafts_of(request).has_gap for request in requests)
-        depth = 0
+        depth = 0  # number of tokens to draft
         if can_draft and budget.drafting_pays(len(requests), self._started_s):
             depth = self._num_speculative_tokens if self._drafts_deepest() else budget.depth
         else:
@@ -123,41 +124,41 @@ class SchedulerDrafts:
         if num_cached_blocks == 0:
             return
         last = request.block_hashes[num_cached_blocks - 1]
-        for hashes, first_missing in self._gaps:
-            if first_missing < num_cached_blocks <= len(hashes) and hashes[num_cached_blocks - 1] == last:
-                self._add_gap(request, first_missing)
+        for hashes, first_missing_block in self._gaps:
+            if first_missing_block < num_cached_blocks <= len(hashes) and hashes[num_cached_blocks - 1] == last:
+                self._add_gap(request, first_missing_block)
                 return
 
-    def _add_gap(self, request: Any, first_missing: int) -> None:
+    def _add_gap(self, request: Any, first_missing_block: int) -> None:
         drafts = _drafts_of(request)
         if not drafts.has_gap:
             drafts.has_gap = True
-            self._gaps.append((request.block_hashes, first_missing))  # vLLM extends the list of hashes
+            self._gaps.append((request.block_hashes, first_missing_block))  # vLLM extends the list of hashes
 
     def end_step(self) -> None:
         self._ended_s = time.perf_counter()
 
     def update(self, scheduler: Any, drafted: Any) -> None:
-        """Look up drafts, and drop those that are not worth verifying.
+        """Replace drafts by copies from the text, and drop those that are not worth verifying.
 
         Args:
             drafted: vLLM's `DraftTokenIds`, whose lists are replaced.
         """
-        rows = []
-        for index, name in enumerate(drafted.req_ids):
-            request = scheduler.requests.get(name)
+        decoding = []
+        for index, request_id in enumerate(drafted.req_ids):
+            request = scheduler.requests.get(request_id)
             if request is not None and not request.is_finished() and not request.is_prefill_chunk:
-                rows.append((index, request, _drafts_of(request)))
+                decoding.append((index, request, _drafts_of(request)))
         if self._min_ngram is not None:
             try:
-                for index, request, drafts in rows:
+                for index, request, drafts in decoding:
                     drafted.draft_token_ids[index] = self._look_up(request, drafts, drafted.draft_token_ids[index])
             except Exception:
                 self._min_ngram = None
                 _warn("prompt lookup failed and was disabled; all drafts come from the head")
         if self._budget is not None:
             try:
-                self._choose(self._budget, rows, scheduler.running, drafted)
+                self._choose(self._budget, decoding, scheduler.running, drafted)
             except Exception:
                 self._disable_choice()
 
@@ -173,7 +174,7 @@ class SchedulerDrafts:
         return tokens if num_head_tokens > len(tokens) else redrafted
 
     def _choose(
-        self, budget: DraftBudget, rows: list[tuple[int, Any, RequestDrafts]], running: list[Any], drafted: Any
+        self, budget: DraftBudget, decoding: list[tuple[int, Any, RequestDrafts]], running: list[Any], drafted: Any
     ) -> None:
         confidence: Confidence | None = getattr(drafted, "peagle_confidence", None)
         self._num_steps += 1
@@ -182,35 +183,36 @@ class SchedulerDrafts:
             budget.observe_prompts(self._step, self._num_prompt_tokens, drafter_s)
         if self._learns():
             self._learn(budget, drafter_s)
-        for index, _, drafts in rows:
+        for index, _, drafts in decoding:
             if drafts.has_gap:
                 drafted.draft_token_ids[index] = []
-        rows = [row for row in rows if drafted.draft_token_ids[row[0]]]
-        if not rows or confidence is None or not confidence.log_probabilities:
+        decoding = [entry for entry in decoding if drafted.draft_token_ids[entry[0]]]
+        if not decoding or confidence is None or not confidence.log_probabilities:
             return
-        drafted_odds = log_odds(np.array([confidence.log_probabilities[index] for index, *_ in rows]))
+        drafted_odds = log_odds(np.array([confidence.log_probabilities[index] for index, *_ in decoding]))
         depth = drafted_odds.shape[1]
-        odds = np.zeros((len(rows), self._num_speculative_tokens))
+        odds = np.zeros((len(decoding), self._num_speculative_tokens))
         odds[:, :depth] = drafted_odds
         is_missing = np.zeros(odds.shape, dtype=bool)
-        is_sampled = np.zeros(len(rows), dtype=bool)
-        for row, (index, request, drafts) in enumerate(rows):
+        is_sampled = np.zeros(len(decoding), dtype=bool)
+        for row, (index, request, drafts) in enumerate(decoding):
             is_missing[row, len(drafted.draft_token_ids[index]) :] = True
             is_sampled[row] = _sampling_kind(request) == "sampled"
             if self._min_ngram is not None:
                 odds[row, drafts.num_head_tokens :] = math.nan
+        # [requests, K]: the probability that a draft token and all tokens before it are accepted.
         survival = budget.survival("greedy", odds)
         if is_sampled.any():
             survival[is_sampled] = budget.survival("sampled", odds[is_sampled])
         survival[is_missing] = 0.0
-        num_requests = max(len(running), len(rows))
+        num_requests = max(len(running), len(decoding))
         num_context_tokens = sum(request.num_computed_tokens for request in running)
         chosen = budget.choose(survival, num_requests, num_context_tokens, depth)
         if self._learns():
             budget.choose_depth(survival, num_requests, num_context_tokens, depth)
         if self._verifies_nothing():
-            chosen = np.zeros(len(rows))
-        for row, (index, request, drafts) in enumerate(rows):
+            chosen = np.zeros(len(decoding))
+        for row, (index, request, drafts) in enumerate(decoding):
             num_drafts, num_chosen = len(drafted.draft_token_ids[index]), int(chosen[row])
             drafts.log_odds = odds[row]
             _count(request, num_dropped=num_drafts - num_chosen)
@@ -349,7 +351,7 @@ def change_drafts() -> None:
 
 
 def _scheduler_drafts(vllm_config: Any) -> SchedulerDrafts | None:
-    """Return the drafts' changes that the environment variables ask for, or None."""
+    """Return the `SchedulerDrafts` that the environment variables ask for, or None."""
     min_ngram, speculation = os.environ.get(LOOKUP), vllm_config.speculative_config
     chooses = os.environ.get(VERIFY) == "auto"
     if speculation is None or not (min_ngram or chooses):
@@ -358,8 +360,8 @@ def _scheduler_drafts(vllm_config: Any) -> SchedulerDrafts | None:
         if not min_ngram:
             return None
         raise RuntimeError(
-            "draft lookup requires model runner V1 and no asynchronous scheduling, else drafts stay on the device. "
-            "Set VLLM_USE_V2_MODEL_RUNNER=0 and --engine-arg async_scheduling=false, or --draft-lookup off"
+            "draft lookup requires model runner V1 and no asynchronous scheduling: otherwise drafts stay on the device."
+            " Set VLLM_USE_V2_MODEL_RUNNER=0 and --engine-arg async_scheduling=false, or --draft-lookup off"
         )
     if (speculation.draft_sample_method, speculation.rejection_sample_method) != ("greedy", "standard"):
         if not min_ngram:
@@ -384,7 +386,7 @@ class Confidence:
 
 
 def add_confidence() -> None:
-    """Make a CPU worker report its drafts' log-probabilities, and skip the drafter where the scheduler says so."""
+    """Make a CPU worker report its drafts' log-probabilities, and skip the drafter if the scheduler wants no drafts."""
     if os.environ.get(VERIFY) != "auto":
         return
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
@@ -435,7 +437,7 @@ def add_confidence() -> None:
         if drafted is not None:
             columns = getattr(self.drafter, "peagle_log_probabilities", [])
             drafter_s = getattr(self, "peagle_drafter_s", 0.0)
-            drafted.peagle_confidence = Confidence(_rows(columns, len(drafted.req_ids)), drafter_s)
+            drafted.peagle_confidence = Confidence(_by_request(columns, len(drafted.req_ids)), drafter_s)
             self.drafter.peagle_log_probabilities, self.peagle_drafter_s = [], 0.0
         return drafted
 
@@ -461,12 +463,12 @@ def _top_log_probability(logits: "torch.Tensor", num_shards: int) -> "torch.Tens
     return top - total
 
 
-def _rows(columns: "list[torch.Tensor]", num_requests: int) -> list[list[float]]:
-    """Return values by request: P-EAGLE has one tensor [requests * K], EAGLE-3 has K tensors [requests]."""
+def _by_request(columns: "list[torch.Tensor]", num_requests: int) -> list[list[float]]:
+    """Return a list per request. `columns` is a tensor [requests * K] for P-EAGLE, K tensors [requests] for EAGLE-3."""
     import torch
 
     if not columns:
         return []
     matrix = columns[0].view(num_requests, -1) if len(columns) == 1 else torch.stack(columns, dim=1)
-    rows: list[list[float]] = matrix.tolist()
-    return rows
+    by_request: list[list[float]] = matrix.tolist()
+    return by_request

@@ -53,7 +53,7 @@ class PlanConfig(BaseModel):
 
     @field_validator("measured", mode="before")
     @classmethod
-    def _files(cls, value: Any) -> Any:
+    def _as_list(cls, value: Any) -> Any:
         return value if isinstance(value, list) else [value]
 
     @field_validator("instance_types", mode="before")
@@ -64,12 +64,12 @@ class PlanConfig(BaseModel):
 
     @field_validator("tokens", "tokens_per_s", mode="before")
     @classmethod
-    def _amount(cls, value: Any) -> Any:
+    def _parse_amount(cls, value: Any) -> Any:
         return parse_amount(value) if isinstance(value, str) else value
 
     @field_validator("within", mode="before")
     @classmethod
-    def _duration(cls, value: Any) -> Any:
+    def _parse_duration(cls, value: Any) -> Any:
         return parse_duration_s(value) if isinstance(value, str) else value
 
     @model_validator(mode="after")
@@ -107,4 +107,4 @@ def parse_duration_s(text: str) -> float:
     match = _DURATION.fullmatch(text.strip())
     if not text.strip() or match is None:
         raise ValueError("not a duration, such as 24h, 2d12h or 90m")
-    return sum(float(part or 0) * s for part, s in zip(match.groups(), (86400, 3600, 60, 1), strict=True))
+    return sum(float(part or 0) * unit_s for part, unit_s in zip(match.groups(), (86400, 3600, 60, 1), strict=True))

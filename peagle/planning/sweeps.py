@@ -26,6 +26,7 @@ class Sweep:
         accelerator: the device name; None on CPUs, or if only the instance type is known.
         stated_price: the price, if the user stated it.
         is_published: whether the speeds are published; these apply to any machine with the accelerator.
+        labels, caveats: origin and limitations of the measurements, for the user.
         remeasure: the command that measures the same cells on another machine.
     """
 
@@ -81,7 +82,7 @@ def _benchmark_sweep(path: Path, name: str, data: Mapping[str, Any]) -> Sweep:
         name=name,
         model=model,
         instance_type=None if price is None or is_stated else price.instance_type,
-        devices_per_engine=_devices(devices, path),
+        devices_per_engine=_valid_devices(devices, path),
         cells=read_cells(data["cells"], f"measured {path}"),
         precision=str(data["precision"]) if "precision" in data else None,
         stated_price=price if is_stated else None,
@@ -96,8 +97,8 @@ def _external_sweep(path: Path, name: str, data: Mapping[str, Any]) -> Sweep:
         raise ConfigError(f"measured {path}: peagle_sweep must be 1, not {data['peagle_sweep']!r}", hint=_HINT)
     if unknown := [key for key in data if key not in SWEEP_KEYS]:
         raise ConfigError(f"measured {path}: unknown key {unknown[0]!r}", hint=f"valid keys: {', '.join(SWEEP_KEYS)}")
-    for key, kind in (("model", str), ("instance_type", str), ("source", str), ("devices_per_engine", int)):
-        if not isinstance(data.get(key), kind) or not data[key]:
+    for key, expected_type in (("model", str), ("instance_type", str), ("source", str), ("devices_per_engine", int)):
+        if not isinstance(data.get(key), expected_type) or not data[key]:
             raise ConfigError(f"measured {path}: {key} is required", hint=_HINT)
     common = {"start_s": data["start_s"]} if "start_s" in data else {}
     cells = data.get("cells")
@@ -107,7 +108,7 @@ def _external_sweep(path: Path, name: str, data: Mapping[str, Any]) -> Sweep:
         name=name,
         model=data["model"],
         instance_type=data["instance_type"],
-        devices_per_engine=_devices(data["devices_per_engine"], path),
+        devices_per_engine=_valid_devices(data["devices_per_engine"], path),
         cells=read_cells(cells, f"measured {path}"),
         labels=(f"{name}: external measurement ({data['source']})",),
     )
@@ -157,7 +158,7 @@ def _bench_command(card: ModelCard, table: PublishedTable) -> str:
     return f"peagle bench --model {card.name} --precision {table.precision} {method_flags} --concurrency {concurrency}"
 
 
-def _devices(value: Any, path: Path) -> int:
+def _valid_devices(value: Any, path: Path) -> int:
     if type(value) is not int or value < 1:
         raise ConfigError(
             f"measured {path}: devices per engine must be an integer of at least 1, got {value!r}", hint=_HINT

@@ -54,6 +54,7 @@ def break_evens(chosen: Cell, cells: Sequence[Cell]) -> dict[int, float]:
 
 
 def _by_concurrency(cells: Sequence[Cell], method: str, k: int) -> dict[int, Cell]:
+    """Return the fastest cell of a method and K at each concurrency."""
     matching = [cell for cell in cells if (cell.method, cell.k) == (method, k)]
     comparable = [cell for cell in matching if cell.drafts_each_step or not cell.has_drafter]
     return {cell.concurrency: cell for cell in sorted(comparable, key=lambda cell: cell.output_tokens_per_s)}
@@ -96,7 +97,7 @@ class Benchmark:
             (method, setup_k)
             for head, method, setup_k in self.setups
             if head == session.drafter and (session.drafter is not None or self.model == session.model)
-            if k in (0, setup_k)
+            if k in (0, setup_k)  # 0: not recorded
         ]
         source = f"{self.name} ({self.hardware}; {self.precision})"
         return baseline_of_cells(self.cells, *matching[0], source) if len(matching) == 1 else None

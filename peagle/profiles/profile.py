@@ -22,7 +22,6 @@ from peagle.files import converted_write_errors, write_atomic
 from peagle.private import user_path
 from peagle.profiles.measurements import Cell, describe_invalid
 
-SCHEMA = 1
 ENGINE_KEYS = (
     *("model", "drafter", "num_speculative_tokens", "precision", "kv_cache_precision"),
     *("max_num_seqs", "max_num_batched_tokens"),
@@ -44,7 +43,7 @@ class MeasuredCell(Cell):
 
 
 class Tuned(BaseModel):
-    """The choice. Ranges in profiles of earlier versions are ignored."""
+    """The concurrency that was chosen. Ranges in profiles of earlier versions are ignored."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
 

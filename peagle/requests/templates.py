@@ -30,7 +30,7 @@ class Template:
         Names that are used in branches or tests, or have a default, may be missing.
         """
         missing = meta.find_undeclared_variables(self._tree).difference(columns)
-        assigned = {name.name for name in self._tree.find_all(nodes.Name) if name.ctx != "load"}
+        assigned = {variable.name for variable in self._tree.find_all(nodes.Name) if variable.ctx != "load"}
         for name in sorted(missing.intersection(_needed(self._tree)) - assigned):
             raise InputError(f"prompt_template uses {name!r}, which is not a column", hint=did_you_mean(name, columns))
 
@@ -123,42 +123,42 @@ def _needed(node: nodes.Node) -> Iterator[str]:
         case nodes.Name():
             yield node.name
         case nodes.Template() | nodes.Block() | nodes.FilterBlock():
-            yield from _needed_of(node.body)
+            yield from _needed_by_all(node.body)
         case nodes.Output() | nodes.Concat():
-            yield from _needed_of(node.nodes)
+            yield from _needed_by_all(node.nodes)
         case nodes.For():
             yield from _needed(node.iter)
         case nodes.If():
-            yield from _tested(node.test)
+            yield from _needed_if_tested(node.test)
         case nodes.Filter(name="default" | "d") | nodes.And() | nodes.Or() | nodes.Not():
-            yield from _tested(node)
+            yield from _needed_if_tested(node)
         case nodes.Filter(node=nodes.Expr() as value):
             yield from _needed(value)
         case nodes.Getattr() | nodes.Getitem() | nodes.Call() | nodes.UnaryExpr():
             yield from _needed(node.node)
         case nodes.BinExpr():
-            yield from _needed_of((node.left, node.right))
+            yield from _needed_by_all((node.left, node.right))
         case _:
-            yield from _tested(node)
+            yield from _needed_if_tested(node)
 
 
-def _tested(node: nodes.Node) -> Iterator[str]:
+def _needed_if_tested(node: nodes.Node) -> Iterator[str]:
     """Like `_needed`, for an expression that is tested or has a default, so that its own value may be missing."""
     match node:
         case nodes.Filter(name="default" | "d", node=nodes.Expr() as value):
-            yield from _tested(value)
+            yield from _needed_if_tested(value)
         case nodes.Not() | nodes.Test():
-            yield from _tested(node.node)
+            yield from _needed_if_tested(node.node)
         case nodes.And() | nodes.Or():
-            yield from _tested(node.left)  # the right side may not be reached
+            yield from _needed_if_tested(node.left)  # the right side might not be evaluated
         case nodes.CondExpr():
-            yield from _tested(node.test)
+            yield from _needed_if_tested(node.test)
         case nodes.Compare():
-            yield from _tested(node.expr)
+            yield from _needed_if_tested(node.expr)
         case nodes.Filter() | nodes.Getattr() | nodes.Getitem() | nodes.Call():
             yield from _needed(node)
 
 
-def _needed_of(parts: Iterable[nodes.Node]) -> Iterator[str]:
+def _needed_by_all(parts: Iterable[nodes.Node]) -> Iterator[str]:
     for part in parts:
         yield from _needed(part)

@@ -231,7 +231,7 @@ class RunDirectory:
 
         Raises:
             CapacityError: the disk is full, or the folder cannot be written. The unit is not committed.
-            StorageError: the store does not answer. The unit might be committed.
+            StorageError: S3 does not answer. The unit might be committed nevertheless.
         """
         failed_name = ""
         if dead_letters:
@@ -267,7 +267,7 @@ class RunDirectory:
 
     def usage(self, unit: int) -> UnitUsage:
         """Return the usage of a committed unit; raises PeagleError if the file is damaged."""
-        return self._read_metadata(unit).usage
+        return self._cached_metadata(unit).usage
 
     def dead_letters(self) -> Iterator[dict[str, Any]]:
         """Yield every valid dead letter: those of committed units, except rows that are retried."""
@@ -288,7 +288,7 @@ class RunDirectory:
 
     def dead_letters_name(self, unit: int) -> str:
         """Return the name of a committed unit's file in `failed/`, or "" if it has no dead letters."""
-        return self._read_metadata(unit).failed_name
+        return self._cached_metadata(unit).failed_name
 
     def read_ahead(self, units: Iterable[int]) -> None:
         """Read the metadata of committed units on S3, many at a time. Does nothing for local files."""
@@ -298,7 +298,7 @@ class RunDirectory:
                 metadata = readers.map(read_metadata, map(self.unit_path, unread))
                 self._metadata.update(zip(unread, metadata, strict=True))
 
-    def _read_metadata(self, unit: int) -> UnitMetadata:
+    def _cached_metadata(self, unit: int) -> UnitMetadata:
         self.read_ahead([unit])
         return self._metadata.get(unit) or read_metadata(self.unit_path(unit))
 
@@ -324,7 +324,7 @@ class RunDirectory:
         self.read_ahead(committed)
         leftovers = [*_temporary_files(self._folders), *self._orphaned_plans()]
         for path in letters:
-            # The attempt that wrote dead letters of an uncommitted unit may commit at any moment.
+            # The attempt that wrote dead letters of an uncommitted unit might commit it at any moment.
             match = DEAD_LETTERS_FILE.fullmatch(path.name)
             if match and int(match[1]) in committed and self.dead_letters_name(int(match[1])) != path.name:
                 leftovers.append(path)

@@ -127,19 +127,19 @@ def _expand(source: str) -> dict[str, StoragePath]:
         return {name: storage_path(name) for name in names if storage_path(name).is_dir()}
     folder, _, pattern = source.rstrip("/").rpartition("/")
     if _is_glob(folder) or "[" in pattern:
-        raise ConfigError(f"{source}: on S3, only the last part may contain * and ?")
+        raise ConfigError(f"{source}: on S3, only the last part of the path may contain * and ?")
     return {str(path): path for path in sorted(storage_path(folder).glob(pattern), key=str)}
 
 
 def _is_glob(source: str) -> bool:
-    return any(sign in source for sign in "*?[")
+    return any(character in source for character in "*?[")
 
 
 def _classify(folders: Mapping[str, StoragePath]) -> tuple[dict[str, RunDirectory], dict[str, StoragePath], list[str]]:
     """Return runs, endpoints' states, and the names of other folders. A folder with several names gets the first."""
     runs, state_folders, other_names = dict[str, RunDirectory](), dict[str, StoragePath](), list[str]()
     response_runs = {name: _response_runs(name, folder) for name, folder in folders.items()}
-    named_folders = [*folders.items(), *(item for runs_of in response_runs.values() for item in runs_of.items())]
+    named_folders = [*folders.items(), *(run for runs_of in response_runs.values() for run in runs_of.items())]
     by_location = {}
     for name, folder in reversed(named_folders):
         location = str(folder) if is_remote(folder) else str(user_path(str(folder)).resolve())

@@ -22,8 +22,7 @@ from peagle.corpus.rows import Span, WorkEstimate
 from peagle.corpus.scan import count_rows, find_files, scan
 from peagle.parquet_table import read_table
 
-_SMALL_UNITS = b"peagle.small_units"
-_NOTES = b"peagle.notes"
+_SMALL_UNITS, _NOTES = b"peagle.small_units", b"peagle.notes"  # metadata keys of the plan's file
 _RETRY_SCHEMA = pa.schema([("unit", pa.int64()), ("supersedes", pa.int64()), ("rows", pa.list_(pa.int32()))])
 
 
@@ -173,7 +172,7 @@ def make_plan(
     Args:
         cut: how an earlier plan was split; None for the configured `rows_per_unit`, or automatic sizes.
         max_num_seqs: used if the configuration does not set it.
-        earlier_fingerprint: as in `peagle.corpus.scan.scan`.
+        earlier_fingerprint: a fingerprint to compare with; the new one has the same version.
     """
     notes: list[str] = []
     files = find_files(config.input, config.input_format, exclude=str(config.output), announce=notes.append)
@@ -273,14 +272,14 @@ def longest_first(units: Sequence[WorkUnit]) -> list[WorkUnit]:
 
 
 def chunks(units: Sequence[WorkUnit]) -> list[Sequence[WorkUnit]]:
-    """Split the units into pieces to prepare in parallel. The last pieces are single units, to keep their order.
+    """Split the units into chunks to prepare in parallel. The last chunks are single units, to keep their order.
 
-    >>> [len(chunk) for chunk in chunks(range(514))][:3]
-    [1, 1, 1]
+    >>> [len(chunk) for chunk in chunks(range(2048))][:3]
+    [4, 3, 3]
     """
-    pieces, start = [], 0
+    unit_chunks, start = [], 0
     while start < len(units):
         size = max(1, min(_MAX_CHUNK, (len(units) - start) // _CHUNK_DIVISOR))
-        pieces.append(units[start : start + size])
+        unit_chunks.append(units[start : start + size])
         start += size
-    return pieces
+    return unit_chunks

@@ -27,7 +27,7 @@ _REQUEST_COLUMNS = (
     ("error", pa.string()),
 )
 _UNIT = b"peagle.unit"  # key in the metadata of a prepared unit
-_UNFINISHED = b"peagle.unfinished_unit"
+_UNFINISHED = b"peagle.unfinished_unit"  # key in the metadata of a placeholder
 _ENCODED = "unit"  # the column of `encode_rows`
 
 
@@ -122,7 +122,7 @@ class PreparedUnit:
         keeps_inputs: bool = True,
         is_parsed: bool = False,
     ) -> pa.Table:
-        """Return the rows to commit, with the columns of `names_in_file`."""
+        """Return the rows to commit. `is_parsed`: whether vLLM's parsers have split the responses."""
         outputs = output_schema(is_parsed=is_parsed)
         indices = sorted(generations)
         rows = [self._output_row(index, generations[index], model, drafter) for index in indices]

@@ -68,7 +68,7 @@ class _Reader(io.RawIOBase):
         return self._piece[start : start + num_bytes]
 
 
-_PART_BYTES = 1 << 26  # S3 accepts 10,000 parts; some stores require parts of equal size
+_PART_BYTES = 1 << 26  # 64 MiB; S3 accepts 10,000 parts; some stores require parts of equal size
 
 
 @contextlib.contextmanager
@@ -86,7 +86,7 @@ def open_to_write(store: ObjectStore, address: Address) -> Iterator[BinaryIO]:
 def abort_uploads(store: ObjectStore, folder: Address, older_than_s: float) -> int:
     """Abort the multipart uploads that killed writers left in a folder; return their number.
 
-    An upload does not name its writer, so all uploads above an age, by the store's clock, are aborted.
+    An upload does not name its writer, so all uploads that are older by the store's clock are aborted.
     """
     list_uploads = functools.partial(store.api.list_multipart_uploads, Bucket=folder.bucket, Prefix=f"{folder.key}/")
     listing = store.request(f"{folder}: cannot be listed", folder, list_uploads)
@@ -100,20 +100,21 @@ def abort_uploads(store: ObjectStore, folder: Address, older_than_s: float) -> i
     return len(old_uploads)
 
 
-def _abort(store: ObjectStore, address: Address, upload: str) -> None:
-    abort = functools.partial(store.api.abort_multipart_upload, Bucket=address.bucket, Key=address.key, UploadId=upload)
+def _abort(store: ObjectStore, address: Address, upload_id: str) -> None:
+    parameters = {"Bucket": address.bucket, "Key": address.key, "UploadId": upload_id}
+    abort = functools.partial(store.api.abort_multipart_upload, **parameters)
     store.request(f"{address}: cannot be written", address, abort)
 
 
 class _Writer(io.RawIOBase):
-    """Collects data, and uploads it at once or, if it is large, in parts."""
+    """Collects data, and uploads it in one request or, if it is large, in parts."""
 
     def __init__(self, store: ObjectStore, address: Address) -> None:
         self._store, self._address = store, address
         self._writer_id = uuid.uuid4().hex
         self._pending = bytearray()
         self._position = 0
-        self._upload: str | None = None
+        self._upload_id: str | None = None
         self._parts: list[dict[str, Any]] = []
 
     def writable(self) -> bool:
@@ -130,7 +131,7 @@ class _Writer(io.RawIOBase):
         return len(data)
 
     def finish(self) -> None:
-        if self._upload is None:
+        if self._upload_id is None:
             self._store.write(self._address, bytes(self._pending))
             return
         if self._pending:
@@ -138,25 +139,25 @@ class _Writer(io.RawIOBase):
         self._request(self._complete)
 
     def abort(self) -> None:
-        if self._upload is not None:
-            _abort(self._store, self._address, self._upload)
+        if self._upload_id is not None:
+            _abort(self._store, self._address, self._upload_id)
 
     def _send(self, num_bytes: int) -> None:
         """Start the upload if necessary, and send its next part."""
-        if self._upload is None:
+        if self._upload_id is None:
             upload = self._request(
                 self._operation("create_multipart_upload", Metadata=writer_metadata(self._writer_id))
             )
-            self._upload = str(upload["UploadId"])
+            self._upload_id = str(upload["UploadId"])
         part, self._pending = bytes(self._pending[:num_bytes]), self._pending[num_bytes:]
         number = len(self._parts) + 1
-        result = self._request(self._operation("upload_part", UploadId=self._upload, PartNumber=number, Body=part))
+        result = self._request(self._operation("upload_part", UploadId=self._upload_id, PartNumber=number, Body=part))
         self._parts.append({"PartNumber": number, "ETag": result["ETag"]})
 
     def _complete(self) -> None:
         parts = {"Parts": self._parts}
         try:
-            self._operation("complete_multipart_upload", UploadId=self._upload, MultipartUpload=parts)()
+            self._operation("complete_multipart_upload", UploadId=self._upload_id, MultipartUpload=parts)()
         except ClientError as error:
             # An earlier attempt might have succeeded, although its response was lost.
             if code_of(error) != "NoSuchUpload" or self._store.writer_of(self._address, error) != self._writer_id:

@@ -40,6 +40,7 @@ from peagle.tables import aligned
 from peagle.tuning.config import AUTO, TuneConfig
 from peagle.tuning.search import MIN_GAIN, P95, Candidate, CandidatePass, Score, Search, excesses, score
 
+# By field of a summary: the field in words, and the option that limits it.
 _LIMITS = {"tpot_s": ("time per output token", "max_tpot_ms"), "ttft_s": ("time to the first token", "max_ttft_ms")}
 
 
@@ -61,7 +62,7 @@ def make_profile(
         peagle_profile=1,
         decision=_decision(config, cells),
         objective=config.goal(),
-        engine=_engine_keys(config, cells[0]),
+        engine=_engine_options(config, cells[0]),
         tuned=Tuned(concurrency=cells[0].concurrency, acceptance_length=cells[0].acceptance_length),
         target=TunedTarget(name=plan.model.name, revision=plan.model.fingerprint or "unknown"),
         hardware=plan.hardware.describe(),
@@ -95,9 +96,9 @@ def text_table(profile: Profile) -> str:
     return "\n".join([*aligned(rows), "", profile.decision, *profile.notes])
 
 
-def _engine_keys(config: TuneConfig, cell: MeasuredCell) -> dict[str, Any]:
+def _engine_options(config: TuneConfig, cell: MeasuredCell) -> dict[str, Any]:
     names = {"kv_cache_precision", *TARGET_ENGINE_OPTIONS} - (set() if cell.has_drafter else set(DRAFTER_KEYS))
-    keys = config.model_dump(include=names) | {
+    options = config.model_dump(include=names) | {
         "model": absolute_model_name(config.model),
         "drafter": cell.drafter,
         "num_speculative_tokens": cell.k or None,
@@ -105,7 +106,7 @@ def _engine_keys(config: TuneConfig, cell: MeasuredCell) -> dict[str, Any]:
         "max_num_seqs": cell.concurrency,
         "max_num_batched_tokens": cell.max_num_batched_tokens,
     }
-    return {name: keys[name] for name in ENGINE_KEYS if keys.get(name) is not None}
+    return {name: options[name] for name in ENGINE_KEYS if options.get(name) is not None}
 
 
 def _cell(config: TuneConfig, setup: Setup, summary: Mapping[str, Any]) -> MeasuredCell:
@@ -193,7 +194,8 @@ def _notes(setups: Mapping[str, Setup], search: Search) -> list[str]:
     return notes
 
 
-_ENGINE_TIME = "engine-time"
+_ENGINE_TIME = "engine-time"  # file in `cells/`
+_MIN_PROMPTS = 6  # per pass
 
 
 def tune(
@@ -212,8 +214,8 @@ def tune(
     return profile, path
 
 
-def _with_slots(setup: Setup, slots: str, hardware: Hardware) -> Setup:
-    """Return the engine with a fixed number of token slots. Its name contains the requested precision and slots."""
+def _with_token_slots(setup: Setup, slots: str, hardware: Hardware) -> Setup:
+    """Return the engine with a fixed number of token slots, and with the requested precision and slots in its name."""
     precision = setup.spec.precision
     num_slots = max_num_batched_tokens(setup.spec, hardware) if slots == AUTO else int(slots)
     spec = replace(setup.spec, max_num_batched_tokens=num_slots)
@@ -246,7 +248,7 @@ class Tuning(Measurement):
         return replace(
             plans[0],
             setups=[
-                _with_slots(setup, slots, hardware)
+                _with_token_slots(setup, slots, hardware)
                 for plan in plans
                 for slots in config.max_num_batched_tokens
                 for setup in plan.setups
@@ -332,5 +334,5 @@ def prompts_of(
     prompts: Sequence[BenchPrompt], *, concurrency: int, requests_per_slot: int, repeat: int
 ) -> list[BenchPrompt]:
     """Return the prompts of a pass. Each repeat continues where the previous one ended, cyclically."""
-    num_prompts = max(concurrency * requests_per_slot, 6)
+    num_prompts = max(concurrency * requests_per_slot, _MIN_PROMPTS)
     return [prompts[(repeat * num_prompts + index) % len(prompts)] for index in range(num_prompts)]

@@ -17,7 +17,8 @@ from peagle.tuning.config import TuneConfig
 
 MIN_GAIN = 0.02  # a drafter must be faster by this fraction, because it is one more component that can fail
 FINAL_PASSES = 3
-P95 = "p95"
+P95 = "p95"  # key in summaries
+_CLOSE = 0.8  # fraction of the best value that makes a candidate of the other kind a finalist
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +52,7 @@ class Score:
 
 
 class Durations:
-    """Seconds of engine starts and passes. Unknown durations are estimated from similar ones, or 0."""
+    """Seconds of engine starts and passes. Unknown durations are estimated from similar ones, or are 0 without any."""
 
     def __init__(self) -> None:
         self._start_s: defaultdict[str, list[float]] = defaultdict(list)
@@ -159,7 +160,7 @@ class Search:
         finalists = ranked[:2]
         other_kind = [candidate for candidate in ranked if candidate.has_drafter != ranked[0].has_drafter]
         if other_kind and self._is_within(other_kind[0], 1) and self._is_within(ranked[0], 1):
-            is_close = self._value(other_kind[0], 1) >= 0.8 * self._value(ranked[0], 1)
+            is_close = self._value(other_kind[0], 1) >= _CLOSE * self._value(ranked[0], 1)
             finalists += [other_kind[0]] if is_close and other_kind[0] not in finalists else []
         return finalists if len(finalists) > 1 else []
 

@@ -21,9 +21,9 @@ from pipelines.cluster.failures import to_peagle_error
 from pipelines.cluster.node import claim_slot, redirect_output, run_follower_ranks
 
 _POLL_S = 1.0
-_REPORT_S = 60.0
+_REPORT_INTERVAL_S = 60.0
 _NODE_ID = "ray.io/node-id"
-_LOGS = "the run's logs/ folder has a log of each node"
+_LOGS_HINT = "the run's logs/ folder has a log of each node"
 
 
 class Follower:
@@ -45,7 +45,7 @@ class Follower:
         """Run the ranks until they end.
 
         Raises:
-            EngineError: they do not start.
+            EngineError: the ranks do not start.
         """
         from peagle.engine.vllm_internals import with_root_cause
 
@@ -97,12 +97,12 @@ class Followers:
     def _watch(self) -> None:
         from peagle.engine.vllm import kill_children
 
-        self.failure = self._first_end()
+        self.failure = self._wait_for_end()
         while not self._has_started.wait(_POLL_S):
             kill_children()
         self._die(self.failure.message)
 
-    def _first_end(self) -> PeagleError:
+    def _wait_for_end(self) -> PeagleError:
         """Wait until a follower ends, and return why."""
         import ray
 
@@ -112,8 +112,8 @@ class Followers:
             ray.get(ended)
         except Exception as error:  # raised by the follower, or by Ray if the follower's process or node is gone
             self.is_lost = isinstance(error, ray.exceptions.RayActorError)
-            return to_peagle_error(error, message, hint=_LOGS, otherwise=EngineError)
-        return EngineError(message, hint=_LOGS)
+            return to_peagle_error(error, message, hint=_LOGS_HINT, otherwise=EngineError)
+        return EngineError(message, hint=_LOGS_HINT)
 
 
 def _follower_classes(resources_per_node: Mapping[str, float], count: int) -> list[Any]:
@@ -121,8 +121,8 @@ def _follower_classes(resources_per_node: Mapping[str, float], count: int) -> li
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    group = _group(resources_per_node, count)
-    while not group.wait(_REPORT_S):
+    group = _placement_group(resources_per_node, count)
+    while not group.wait(_REPORT_INTERVAL_S):
         sys.stderr.write(f"peagle: waiting for {count} other node(s) with {dict(resources_per_node)} free on each\n")
     return [
         ray.remote(Follower).options(
@@ -134,7 +134,7 @@ def _follower_classes(resources_per_node: Mapping[str, float], count: int) -> li
     ]
 
 
-def _group(resources_per_node: Mapping[str, float], count: int) -> Any:
+def _placement_group(resources_per_node: Mapping[str, float], count: int) -> Any:
     """Return a placement group on nodes other than this one. It ends with this actor."""
     import ray
     from ray.util.placement_group import get_placement_group, placement_group, remove_placement_group

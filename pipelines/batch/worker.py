@@ -1,6 +1,6 @@
 """Ray Data's second stage: generate a prepared unit on an engine, and commit it.
 
-A unit is one row of the dataset.
+In the Ray dataset, each prepared unit is one row.
 
 When an engine crashes, its actor records the rows that it was running (`suspects.py`) and exits. Ray starts another
 actor with the same units. A hanging engine is killed (`watchdog.py`).
@@ -64,7 +64,7 @@ class EngineWorker:
         self._session.beat()
         self._parser = run.response_parser()
         slots = run.num_slots
-        # The time limit of a row must not pass while it waits in the engine.
+        # The time limit of a row must not pass while the row waits in the engine.
         self._slots = WeightedSemaphore(rows_in_engine(slots) if run.config.row_timeout_s is None else slots)
         self._lock = SharedExclusiveLock()
         self._rows = RowsInEngine()

@@ -108,7 +108,7 @@ def place(
 
     Args:
         num_nodes: number of nodes with engines (`num_engine_nodes`).
-        max_engines: the maximum number of engines later; cores are shared by as many of them as fit on a node.
+        max_engines: how many engines may run later; a node's cores are divided among as many of them as fit.
         accelerator_type: the type that engines need; None for any.
         fewer_engines_hint: the hint if there are too many engines; {} is replaced by the number that fits.
 
@@ -146,7 +146,7 @@ def place(
         )
     cpus = hardware.num_cpus // engines_per_node
     return Placement(
-        num_cpus=float(cpus - 1) or 0.5,
+        num_cpus=float(cpus - 1) or 0.5,  # a single CPU is shared with the tasks
         num_gpus=0,
         num_devices=cpus * nodes_per_engine,
         device="vcpu",
@@ -189,8 +189,8 @@ def num_engine_nodes(
 def node_to_inspect(nodes: Mapping[str, Resources], engine: Placement) -> str | None:
     """Return the id of the node whose hardware represents all nodes with accelerators; None without accelerators.
 
-    It is the smallest node that can hold an engine, so that its engines fit on the other nodes, too. If no node can
-    hold one, it is the largest node.
+    This is the smallest node that can hold an engine, so that its engines fit on the other nodes, too. If no node can
+    hold an engine, it is the largest node.
     """
     with_room = {name: node["GPU"] for name, node in nodes.items() if num_parts_on(node, engine)}
     too_small = {name: -node["GPU"] for name, node in nodes.items() if node.get("GPU")}  # the largest first
@@ -199,7 +199,7 @@ def node_to_inspect(nodes: Mapping[str, Resources], engine: Placement) -> str | 
 
 
 def num_engines_that_fit(nodes: Sequence[Resources], placement: Placement) -> int:
-    """Return the number of engines that fit on the nodes next to one task that feeds them."""
+    """Return the number of engines that fit on the nodes next to one task that feeds the engines."""
     num_engines = _num_fitting(nodes, placement)
     return num_engines if _spare_cpus(nodes, placement, num_engines) >= PREPARE_CPUS else num_engines - 1
 
@@ -237,7 +237,7 @@ def missing_resources(nodes: Sequence[Resources], placement: Placement, num_engi
         return f"each needs {needed} on {where}, and {len(nodes)} node(s) have room for {num_fitting}"
     spare = _spare_cpus(nodes, placement, num_engines)
     if spare < PREPARE_CPUS:
-        return f"{spare:g} CPUs would be left for the tasks that feed them, which take {PREPARE_CPUS}"
+        return f"{spare:g} CPUs would be left for the tasks that feed the engines, which take {PREPARE_CPUS}"
     return ""
 
 

@@ -1,6 +1,6 @@
 """Build the Serve application from a configuration, for `peagle serve` and for `serve run`/`serve deploy`.
 
-Steps: config -> hardware and price -> an engine for each model -> replicas and ingress.
+Steps: configuration -> hardware -> an engine for each model -> price -> replicas and ingress.
 """
 
 import os
@@ -73,12 +73,12 @@ def build(arguments: ServeConfig) -> Any:
         )
     require_token()
     prepare_batches(arguments)
-    hardware = _inspect(arguments)
+    hardware = _wait_for_hardware(arguments)
     served = resolve(arguments, hardware, num_nodes=num_nodes(hardware), announce=print)
     return bind(arguments, hardware, served)
 
 
-def _inspect(config: ServeConfig) -> Hardware:
+def _wait_for_hardware(config: ServeConfig) -> Hardware:
     """Return the hardware of a node for engines.
 
     On Kubernetes, the application is built before machines with accelerators have started. So if the configuration
@@ -152,7 +152,7 @@ def _vllm_models(config: ServeConfig) -> list[ServedModelOptions]:
 
 
 def _placement(
-    config: ServeConfig, options: ServedModelOptions, hardware: Hardware, num_nodes: int, num_replicas_of_all: int
+    config: ServeConfig, options: ServedModelOptions, hardware: Hardware, num_nodes: int, max_replicas_of_all: int
 ) -> Placement:
     if options.engine == "fake":  # a fake engine is billed for one device
         device: Device = "accelerator" if hardware.platform == "cuda" else "vcpu"
@@ -162,8 +162,8 @@ def _placement(
     min_batch_engines, max_batch_engines = batch_engine_range(config)
     return place(
         hardware,
-        num_engines=num_replicas_of_all + min_batch_engines,
-        max_engines=num_replicas_of_all + max_batch_engines,
+        num_engines=max_replicas_of_all + min_batch_engines,
+        max_engines=max_replicas_of_all + max_batch_engines,
         accelerators_per_engine=accelerators_per_engine_of(options),
         num_nodes=num_nodes,
         fewer_engines_hint=_CAPACITY_HINT,

@@ -1,8 +1,8 @@
 """Metrics of recent minutes for the web page and `/v1/live`, and notes on drafters that cost more than they save.
 
 A request appears once it has ended. Its tokens are spread evenly from its first token to its end (or from its start, if
-the time of the first token is unknown); its other figures count at its end. Time is divided into steps, and only
-complete steps are shown.
+the time of the first token is unknown). The request's other figures count at its end. Time is divided into steps, and
+only complete steps are shown.
 """
 
 import contextlib
@@ -37,8 +37,8 @@ class LiveGroup:
 
 
 @dataclass(slots=True)
-class _Cell:
-    """Requests that ended in one time step, and tokens generated in this step."""
+class _StepMetrics:
+    """The requests of one group that ended in one time step, and the tokens that were generated in this step."""
 
     by_session: dict[str, Sums] = field(default_factory=dict)
     ttft_s: list[float] = field(default_factory=list)
@@ -61,7 +61,9 @@ class LiveView:
         self._cost = cost
         self._break_even = break_even
         self._now = now
-        self._steps: defaultdict[int, defaultdict[LiveGroup, _Cell]] = defaultdict(lambda: defaultdict(_Cell))
+        self._steps: defaultdict[int, defaultdict[LiveGroup, _StepMetrics]] = defaultdict(
+            lambda: defaultdict(_StepMetrics)
+        )
         self._reports: dict[tuple[str | None, int], tuple[float, dict[str, Any]]] = {}
         self._lock = threading.Lock()
         cost.totals.add_follower(self)
@@ -91,8 +93,8 @@ class LiveView:
         notes = []
         for model, figures in by_model.items():
             length = reliable_length(figures["num_drafts"], figures["acceptance_length"])
-            if text := drafter_warning(length, break_even=self._break_even_length(model, figures)):
-                notes.append(f"{model}: {text}")
+            if warning := drafter_warning(length, break_even=self._break_even_length(model, figures)):
+                notes.append(f"{model}: {warning}")
         return {
             "ends_at_s": current_step * STEP_S,
             "window_s": window_s,
@@ -124,38 +126,38 @@ class LiveView:
             return
         begins_at = min(usage.started_at + (request.ttft_s or 0.0), usage.finished_at)
         with self._lock:
-            cell = self._steps[end_step][group]
-            cell.by_session.setdefault(usage.session_id, Sums(usage)).add(request)
+            metrics = self._steps[end_step][group]
+            metrics.by_session.setdefault(usage.session_id, Sums(usage)).add(request)
             if request.ttft_s is not None:
-                cell.ttft_s.append(request.ttft_s)
+                metrics.ttft_s.append(request.ttft_s)
             for step, share in spread_over_steps(begins_at, usage.finished_at):
                 self._steps[step][group].num_generated_tokens += share * usage.num_output_tokens
 
-    def _cells(self, steps: Collection[int], key: str | None, model: str | None) -> list[_Cell]:
+    def _select(self, steps: Collection[int], key: str | None, model: str | None) -> list[_StepMetrics]:
         return [
-            cell
+            metrics
             for step in steps
-            for group, cell in self._steps.get(step, {}).items()
+            for group, metrics in self._steps.get(step, {}).items()
             if key in (None, group.key) and model in (None, group.model)
         ]
 
     def _figures(self, steps: Collection[int], key: str | None, model: str | None) -> dict[str, Any]:
-        cells = self._cells(steps, key, model)
+        selected = self._select(steps, key, model)
         return {
-            "output_tokens_per_s": _rate(cells, len(steps)),
-            "ttft_p50_s": _ttft_percentile(cells, 50),
-            "ttft_p95_s": _ttft_percentile(cells, 95),
-            **request_totals(sums for cell in cells for sums in cell.by_session.values()),
+            "output_tokens_per_s": _rate(selected, len(steps)),
+            "ttft_p50_s": _ttft_percentile(selected, 50),
+            "ttft_p95_s": _ttft_percentile(selected, 95),
+            **request_totals(sums for metrics in selected for sums in metrics.by_session.values()),
         }
 
     def _series(self, steps: range, key: str | None) -> dict[str, Any]:
         size = len(steps) // NUM_POINTS
         points = [steps[start : start + size] for start in range(0, len(steps), size)]
-        cells_of_points = [self._cells(point, key, None) for point in points]
+        metrics_by_point = [self._select(point, key, None) for point in points]
         return {
             "step_s": size * STEP_S,
-            "output_tokens_per_s": [_rate(cells, size) for cells in cells_of_points],
-            "ttft_p50_s": [_ttft_percentile(cells, 50) for cells in cells_of_points],
+            "output_tokens_per_s": [_rate(selected, size) for selected in metrics_by_point],
+            "ttft_p50_s": [_ttft_percentile(selected, 50) for selected in metrics_by_point],
         }
 
 
@@ -174,12 +176,12 @@ def spread_over_steps(begins_at: float, ends_at: float) -> Iterator[tuple[int, f
         yield step, inside_s / (ends_at - begins_at)
 
 
-def _rate(cells: Collection[_Cell], num_steps: int) -> float:
-    return sum(cell.num_generated_tokens for cell in cells) / (num_steps * STEP_S)
+def _rate(selected: Collection[_StepMetrics], num_steps: int) -> float:
+    return sum(metrics.num_generated_tokens for metrics in selected) / (num_steps * STEP_S)
 
 
-def _ttft_percentile(cells: Collection[_Cell], percent: float) -> float | None:
-    values = [value for cell in cells for value in cell.ttft_s]
+def _ttft_percentile(selected: Collection[_StepMetrics], percent: float) -> float | None:
+    values = [value for metrics in selected for value in metrics.ttft_s]
     return float(np.percentile(values, percent)) if values else None
 
 

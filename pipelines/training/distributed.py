@@ -44,7 +44,7 @@ _SCHEMA = pa.schema(
 def extract_on_actors(
     job: FeatureJob, progress: Callable[[int, int], None], *, reference: str, workers: int, device: str
 ) -> None:
-    """Extract features with at most `workers` actors, each of which loads the target."""
+    """Extract features with at most `workers` actors, each of which loads the target named `reference`."""
     job = replace(job, device=device)
     writer, missing_shards = open_store(job.samples, job.spec, job.folder)
     if not missing_shards:
@@ -58,7 +58,7 @@ def extract_on_actors(
     except (PeagleError, BrokenPipeError):  # BrokenPipeError: nobody reads this process's output any more
         raise
     except Exception as error:
-        hint = "the same command resumes it after the last shard"
+        hint = "the same command resumes the extraction after the last shard"
         raise to_peagle_error(error, "the extraction failed", hint=hint) from error
 
 

@@ -79,13 +79,13 @@ def _row(group: Charge, spend: Spend, kind: str, cost: float, per_usd: float) ->
         **dict.fromkeys(("BilledCost", "ContractedCost", "EffectiveCost", "ListCost"), decimal(cost)),
         "BillingAccountId": "peagle",
         "BillingAccountName": "peagle",
-        "BillingPeriodStart": _moment(month),
-        "BillingPeriodEnd": _moment(next_month),
+        "BillingPeriodStart": _timestamp(month),
+        "BillingPeriodEnd": _timestamp(next_month),
         "ChargeCategory": "Usage",
         "ChargeDescription": f"{group.model or group.run}: {_KIND_DESCRIPTIONS[kind]}",
         "ChargeFrequency": "Usage-Based",
-        "ChargePeriodStart": _moment(day),
-        "ChargePeriodEnd": _moment(day + timedelta(days=1)),
+        "ChargePeriodStart": _timestamp(day),
+        "ChargePeriodEnd": _timestamp(day + timedelta(days=1)),
         "ConsumedQuantity": spend.num_output_tokens if has_tokens else _number(quantity),
         "ConsumedUnit": "Tokens" if has_tokens else unit,
         **dict.fromkeys(("ContractedUnitPrice", "ListUnitPrice"), _number(unit_price)),
@@ -119,5 +119,5 @@ def _number(value: float) -> str:
     return format(Decimal(f"{value:.15g}"), "f")
 
 
-def _moment(day: date) -> str:
+def _timestamp(day: date) -> str:
     return f"{day.isoformat()}T00:00:00Z"

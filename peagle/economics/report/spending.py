@@ -18,7 +18,7 @@ from peagle.tables import aligned
 
 UNKNOWN = "unknown"
 _COLUMNS = (*KINDS, "total")
-_LABELS = {"tag": "tags", "instance": "instance type"}
+_DIMENSION_LABELS = {"tag": "tags", "instance": "instance type"}
 
 
 def text_statement(statement: Mapping[str, Any]) -> str:
@@ -74,15 +74,15 @@ def format_period(statement: Mapping[str, Any]) -> str:
 
 def statement_table(statement: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """Return the header, a row per group and the total. `statement` is a result of `round_for_display`."""
-    headers = [_LABELS.get(name, name) for name in statement["by"]] or [""]
+    headers = [_DIMENSION_LABELS.get(name, name) for name in statement["by"]] or [""]
     converted = [f"total, {code}" for code in _other_currencies(statement)]
     rows: list[tuple[str, ...]] = [(*headers, "requests", "output tokens", *_COLUMNS, *converted, "per million tokens")]
     for row in statement["rows"] if statement["by"] else []:
-        rows.append(_line([row[name] or "-" for name in statement["by"]], row, statement["digits"]))
-    return [*rows, _line(["total", *[""] * (len(headers) - 1)], statement["total"], statement["digits"])]
+        rows.append(_table_row([row[name] or "-" for name in statement["by"]], row, statement["digits"]))
+    return [*rows, _table_row(["total", *[""] * (len(headers) - 1)], statement["total"], statement["digits"])]
 
 
-def _line(names: Sequence[str], row: Mapping[str, Any], digits: int) -> tuple[str, ...]:
+def _table_row(names: Sequence[str], row: Mapping[str, Any], digits: int) -> tuple[str, ...]:
     per_million = row["usd_per_million_tokens"]
     return (
         *names,
@@ -134,7 +134,7 @@ MAX_COLUMNS = 62  # days; with more days, each column is a month
 MAX_BARS = 12
 _OTHERS = "all others"
 # Each kind of cost, and the engine state whose colour it shares.
-_KINDS = (("attributed", "busy"), ("loading", "load"), ("idle", "idle"), ("lost", "lost"))
+_KIND_COLOURS = (("attributed", "busy"), ("loading", "load"), ("idle", "idle"), ("lost", "lost"))
 _STYLE = (
     ":root{color-scheme:light dark;--note:#fdf5df;" + LIGHT + SHARE_LIGHT + "}"
     "@media(prefers-color-scheme:dark){:root{--note:#2a2517;" + DARK + SHARE_DARK + "}}"
@@ -185,6 +185,7 @@ def _day_figure(daily: Mapping[str, Any]) -> str:
         sums[f"of {name}"] += usd["attributed"] or 0.0  # "of" prevents a clash with a name such as "lost"
         sums["overhead"] += usd["overhead"] or 0.0
         sums["lost"] += usd["lost"] or 0.0
+    # Key in `usd_by_day`, label and CSS class of each layer of a column.
     layers = [(f"of {name}", name or f"no {dimension}", f"series-{index}") for index, name in enumerate(shown_names)]
     layers += [(f"of {_OTHERS}", _OTHERS, f"series-{MAX_SERIES - 1}")] if len(shown_names) < len(most_expensive) else []
     layers += [("overhead", "overhead (loading, idle)", "share-idle"), ("lost", "lost", "share-lost")]
@@ -214,7 +215,7 @@ def _sums_by_date(usd_by_day: Mapping[str, Mapping[str, float]]) -> Iterator[tup
 def _group_figure(statement: Mapping[str, Any]) -> str:
     if not statement["by"] or list(statement["by"]) == ["day"]:
         return ""
-    amounts = [([row["usd"][kind] or 0.0 for kind, _ in _KINDS], row) for row in statement["rows"]]
+    amounts = [([row["usd"][kind] or 0.0 for kind, _ in _KIND_COLOURS], row) for row in statement["rows"]]
     ordered = sorted(amounts, key=lambda pair: -sum(pair[0]))
     bars = [
         _bar(", ".join(row[dimension] or f"no {dimension}" for dimension in statement["by"]), usd)
@@ -225,14 +226,14 @@ def _group_figure(statement: Mapping[str, Any]) -> str:
     if not any(bar.value > 0 for bar in bars):
         return ""
     name = f"Spending by {', '.join(statement['by'])}: " + "; ".join(f"{bar.label} {bar.value_text}" for bar in bars)
-    legend = [(kind, f"share-{colour}") for kind, colour in _KINDS]
+    legend = [(kind, f"share-{colour}") for kind, colour in _KIND_COLOURS]
     return _figure(f"By {', '.join(statement['by'])}", bars_svg(bars, name), legend)
 
 
 def _bar(label: str, usd: Sequence[float]) -> Bar:
     parts = [
         (f"share-{colour}", amount, f"{label}, {kind}: {format_usd(amount)}")
-        for (kind, colour), amount in zip(_KINDS, usd, strict=True)
+        for (kind, colour), amount in zip(_KIND_COLOURS, usd, strict=True)
     ]
     return Bar(label=label, parts=parts, value_text=format_usd(sum(usd)))
 

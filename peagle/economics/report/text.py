@@ -29,9 +29,9 @@ def short_summary(report: Mapping[str, Any]) -> str:
     lines = [("rows", f"{account['num_rows']:,}{of_all}, {account['num_failed_rows']:,} failed")]
     tokens, prompts = format_count(account["num_output_tokens"]), format_count(account["num_prompt_tokens"])
     lines.append(("tokens", f"{tokens} generated, {prompts} in prompts"))
-    busy, wall = account["output_tokens_per_s"], account["output_tokens_per_wall_s"]
-    if busy is not None and wall is not None:
-        speed = f"{busy:.1f} output tokens/s, {wall:.1f} with loading and idle time"
+    busy_speed, wall_speed = account["output_tokens_per_s"], account["output_tokens_per_wall_s"]
+    if busy_speed is not None and wall_speed is not None:
+        speed = f"{busy_speed:.1f} output tokens/s, {wall_speed:.1f} with loading and idle time"
         length = account["speculation"]["acceptance_length"]
         lines.append(("speed", speed if length is None else f"{speed}; acceptance length {length:.2f}"))
     cost = _labelled(FIGURES["total_usd"].text(report), report)
@@ -50,9 +50,9 @@ def text_summary(report: Mapping[str, Any]) -> str:
     of_all = f" of {run['num_input_rows']:,}" if run["num_input_rows"] is not None else ""
     starts = f"{account['num_sessions']} engine start{'s' if account['num_sessions'] != 1 else ''}"
     speed, value = UNKNOWN, "no output yet"
-    busy, wall = account["output_tokens_per_s"], account["output_tokens_per_wall_s"]
-    if busy is not None and wall is not None:
-        speed = f"{busy:.1f} output tokens/s of a busy engine, {wall:.1f} with loading and idle time"
+    busy_speed, wall_speed = account["output_tokens_per_s"], account["output_tokens_per_wall_s"]
+    if busy_speed is not None and wall_speed is not None:
+        speed = f"{busy_speed:.1f} output tokens/s of a busy engine, {wall_speed:.1f} with loading and idle time"
     if account["tokens_per_usd"] is not None:
         per_million = FIGURES["usd_per_million_tokens"].text(report)
         value = f"{FIGURES['tokens_per_usd'].text(report)} output tokens per dollar, {per_million} per million"
@@ -85,13 +85,13 @@ def text_comparison(reports: Sequence[Mapping[str, Any]]) -> str:
     column_names = [f"[{number}]" for number in range(1, len(reports) + 1)]
     rows = [("", *column_names)]
     for figure in compared["figures"]:
-        cells = []
+        texts = []
         for index, (report, ratio) in enumerate(zip(reports, figure["ratios"], strict=True)):
             text = FIGURES[figure["name"]].text(report)
             if index != compared["baseline"]:
                 text += f"{f'x{ratio:.2f}' if ratio is not None else '':>8}"
-            cells.append(text)
-        rows.append((figure["label"], *cells))
+            texts.append(text)
+        rows.append((figure["label"], *texts))
     names = [
         _labelled(f"{column_name} {label}{' (baseline)' if index == compared['baseline'] else ''}", report)
         for index, (column_name, label, report) in enumerate(

@@ -1,6 +1,7 @@
 """Run the rows of a batch in idle slots of the endpoint's engines, which bill them (`replica/lending.py`).
 
-Rows are sent through Serve one at a time, repeatedly until an engine has an idle slot, and again if it returns the row.
+A row is sent through Serve until an engine with an idle slot takes it, and again if the engine returns it. Only one row
+at a time looks for a slot.
 """
 
 import asyncio
@@ -29,7 +30,7 @@ class EndpointLender:
     deployment: str
     application: str
     context: Context  # the batch's context; its request id is the prefix of the rows' request ids
-    cache_salt: str | None  # as in `BorrowedRequest`
+    cache_salt: str | None  # salt of the batch's key; None if keys share the prefix cache
     num_slots: int  # slots of the model's engines at maximum scale
 
     def lend(self, meter: BilledMeter) -> "LentEngine":
@@ -38,11 +39,11 @@ class EndpointLender:
         handle = serve.get_deployment_handle(self.deployment, self.application)
 
         @functools.cache
-        def engines() -> Any:
+        def lend_method() -> Any:
             # Create the handle in the calling event loop, in which Serve routes (`deploy/ray.env`).
             return handle.options(stream=True).lend
 
-        return LentEngine(self, lambda row: engines().remote(row), meter)
+        return LentEngine(self, lambda row: lend_method().remote(row), meter)
 
     def row(self, name: str, prompt_token_ids: list[int], sampling: Mapping[str, Any]) -> BorrowedRequest:
         return BorrowedRequest(
@@ -67,7 +68,7 @@ class LentEngine:
         self._num_replies = 0
 
     async def generate(self, request_id: str, prompt_token_ids: list[int], sampling: Mapping[str, Any]) -> Generation:
-        """Implement `Engine.generate`. If the engine with the row crashes, raise EngineError."""
+        """Implement `RowEngine.generate`. If the engine with the row crashes, raise EngineError."""
         for attempt in itertools.count(1):
             row = self._lender.row(f"{request_id}-{attempt}", prompt_token_ids, sampling)
             reply = await self._run(row)
@@ -79,7 +80,7 @@ class LentEngine:
         raise AssertionError("unreachable")
 
     def signs_of_life(self) -> int:
-        """Implement `Engine.signs_of_life`: every reply of an engine counts, including refusals."""
+        """Implement `RowEngine.signs_of_life`: every reply of an engine counts, including refusals."""
         return self._num_replies
 
     def shutdown(self) -> None:

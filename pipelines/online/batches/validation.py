@@ -55,31 +55,31 @@ class _FileError(ApiError):
 
 def check_input(path: str, rules: BatchRules) -> CheckedInput:
     """Validate the file. Stops after 100 errors."""
-    reader = _Reader(rules)
+    validator = _Validator(rules)
     try:
         with contextlib.closing(Lines(path)) as lines:
-            for number, line in enumerate(lines, start=1):
+            for line_number, line in enumerate(lines, start=1):
                 if line.strip():
-                    reader.read(number, line)
-                if len(reader.errors) >= _MAX_ERRORS:
+                    validator.add_line(line_number, line)
+                if len(validator.errors) >= _MAX_ERRORS:
                     break
     except InputError as error:
         message = error.message.replace(f"input {path}", "the file").replace(path, "it")
-        reader.add_error(None, _FileError("invalid_file", message))
+        validator.add_error(None, _FileError("invalid_file", message))
     except _FileError as error:
-        reader.add_error(None, error)
-    if not reader.num_requests and not reader.errors:
-        reader.add_error(None, _FileError("empty_file", "the file has no requests"))
+        validator.add_error(None, error)
+    if not validator.num_requests and not validator.errors:
+        validator.add_error(None, _FileError("empty_file", "the file has no requests"))
     return CheckedInput(
-        num_requests=reader.num_requests,
-        model=reader.model,
-        prompt_tokens=reader.prompt_tokens,
-        output_tokens=reader.output_tokens,
-        errors=tuple(reader.errors),
+        num_requests=validator.num_requests,
+        model=validator.model,
+        prompt_tokens=validator.prompt_tokens,
+        output_tokens=validator.output_tokens,
+        errors=tuple(validator.errors),
     )
 
 
-class _Reader:
+class _Validator:
     def __init__(self, rules: BatchRules) -> None:
         self._rules = rules
         self._models = {model.name: model for model in rules.models}
@@ -88,26 +88,26 @@ class _Reader:
         self.model: str | None = None
         self.errors: list[dict[str, Any]] = []
 
-    def read(self, number: int, line: bytes) -> None:
+    def add_line(self, line_number: int, line: bytes) -> None:
         if self.num_requests == MAX_REQUESTS:
             raise _FileError("too_many_requests", f"a batch may have at most {MAX_REQUESTS:,} requests")
         self.num_requests += 1
         try:
-            self._read(number, line)
+            self._check_line(line_number, line)
         except ApiError as error:
-            self.add_error(number, error)
+            self.add_error(line_number, error)
         except RecursionError:
-            self.add_error(number, _FileError("invalid_json_line", "this line is nested too deeply"))
+            self.add_error(line_number, _FileError("invalid_json_line", "this line is nested too deeply"))
 
-    def add_error(self, number: int | None, error: ApiError) -> None:
+    def add_error(self, line_number: int | None, error: ApiError) -> None:
         message, param = error.message, error.param
         if len(message) > _MAX_MESSAGE_CHARS:
             message = message[:_MAX_MESSAGE_CHARS] + "..."
         if param and not isinstance(error, _FileError):
             param = f"body.{param}"
-        self.errors.append({"code": error.code, "message": message, "param": param, "line": number})
+        self.errors.append({"code": error.code, "message": message, "param": param, "line": line_number})
 
-    def _read(self, number: int, line: bytes) -> None:
+    def _check_line(self, line_number: int, line: bytes) -> None:
         if len(line) > self._rules.max_line_bytes:
             message = f"this line has {len(line)} bytes, but at most {self._rules.max_line_bytes} are allowed"
             raise _FileError("line_too_large", message)
@@ -118,7 +118,7 @@ class _Reader:
         if custom_id in self._line_by_custom_id:
             message = f"custom_id {shown(custom_id)} is already used on line {self._line_by_custom_id[custom_id]}"
             raise _FileError("duplicate_custom_id", message, "custom_id")
-        self._line_by_custom_id[custom_id] = number
+        self._line_by_custom_id[custom_id] = line_number
         if url != self._rules.endpoint:
             raise _FileError(
                 "mismatched_endpoint", f"url is {shown(url)}, but the batch is for {self._rules.endpoint}", "url"
@@ -132,7 +132,7 @@ class _Reader:
         if checked.model.name != self.model:
             raise _FileError(
                 "mismatched_model",
-                f"all requests must use the same model: {self.model} above, {checked.model.name} here",
+                f"all requests must use the same model: earlier lines {self.model}, this line {checked.model.name}",
                 "body.model",
             )
 
@@ -141,7 +141,7 @@ def _parse_line(line: bytes) -> dict[str, Any]:
     try:
         request = from_json(line)
     except HalfSurrogate as error:
-        raise _FileError("invalid_json_line", f"this line has {error}") from None
+        raise _FileError("invalid_json_line", f"this line is not valid JSON: {error}") from None
     except (ValueError, RecursionError):
         raise _FileError("invalid_json_line", "this line is not valid JSON") from None
     if not isinstance(request, dict):

@@ -43,7 +43,7 @@ _MAX_FIELDS, _MAX_FIELD_CHARS = 200, 100  # vLLM's request types have about 70 f
 _MAX_DEPTH = 100  # nested lists and objects; hundreds cause a recursion error
 TEMPLATE_TOKENS = 1_024  # upper bound of what a chat template adds; the longest known ones add a few hundred
 MODALITIES = {"image": ("image_url", "input_image"), "audio": ("audio_url", "input_audio"), "video": ("video_url",)}
-_TEXT_PARTS = ("text", "input_text", "output_text", "thinking", "refusal", "tool_reference")
+_TEXT_PART_TYPES = ("text", "input_text", "output_text", "thinking", "refusal", "tool_reference")
 # vLLM infers the type of an untyped part from these keys. A uuid refers to media that another client might have sent.
 _MEDIA_KEYS = (
     *("image_url", "input_image", "audio_url", "input_audio", "video_url"),
@@ -58,9 +58,9 @@ class ServedModel:
     name: str
     max_model_len: int
     can_seed: bool = True  # whether sampling seeds work. On CPU, a request with a seed crashes vLLM 0.29
-    # choices per request, over all its prompts; for Ray Serve's limits it is one request. None is unlimited
+    # maximum choices of all prompts of a request, which Ray Serve's own limits count as one request; None: no limit
     max_choices: int | None = None
-    max_answer_bytes: int | None = None  # maximum size of one answer, estimated with `AnswerShape`. None is unlimited
+    max_answer_bytes: int | None = None  # maximum size of one answer, estimated with `AnswerShape`; None: no limit
     media: Mapping[str, int] | None = None  # maximum items per request of each modality; None allows text only
     # hosts from which engines may fetch media; if empty, only data: URLs are accepted
     media_domains: frozenset[str] = frozenset()
@@ -122,15 +122,15 @@ def check_request(
         values, len(body), is_chat=path == CHAT_URL, max_model_len=model.max_model_len, num_choices=num_choices
     )
     if model.max_answer_bytes is not None:
-        max_tokens = shape.max_output_tokens(model.max_answer_bytes)
-        if max_tokens < 1 or (requested or 0) > max_tokens:
+        tokens_by_size = shape.max_output_tokens(model.max_answer_bytes)
+        if tokens_by_size < 1 or (requested or 0) > tokens_by_size:
             message = (
-                f"the answer could have {shape.num_bytes(max(requested or 0, 1)) / 2**20:,.1f} MiB (choices, tokens "
-                f"and logprobs), but at most {model.max_answer_bytes / 2**20:,.1f} are allowed; request less, or send "
-                "several requests"
+                f"the answer could be {shape.num_bytes(max(requested or 0, 1)) / 2**20:,.1f} MiB long (choices, "
+                f"tokens and logprobs), but at most {model.max_answer_bytes / 2**20:,.1f} MiB are allowed; "
+                "request less, or send several requests"
             )
             raise ApiError(400, message, code="answer_too_large")
-        tokens = min(tokens, max_tokens)
+        tokens = min(tokens, tokens_by_size)
     if path == COMPLETIONS_URL:
         values["max_tokens"] = tokens  # vLLM's own default is 16
     options = values.get("stream_options") or {}
@@ -170,7 +170,7 @@ def _parse(body: bytes) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ApiError(422, "the body must be a JSON object", code="invalid_type")
     if len(values) > _MAX_FIELDS or any(len(field) > _MAX_FIELD_CHARS for field in values):
-        message = f"a request may have {_MAX_FIELDS} fields, with names of at most {_MAX_FIELD_CHARS} characters"
+        message = f"a request may have at most {_MAX_FIELDS} fields, with names of up to {_MAX_FIELD_CHARS} characters"
         raise ApiError(400, message, code="too_many_values")
     if body.count(b"[") + body.count(b"{") > _MAX_DEPTH and _depth(values) > _MAX_DEPTH:
         raise ApiError(400, f"the body has more than {_MAX_DEPTH} nested lists and objects", code="too_deep")
@@ -185,15 +185,15 @@ def _detect_path(values: Mapping[str, Any]) -> str:
 
 
 def _check_types(path: str, values: Mapping[str, Any]) -> None:
-    for field, kind in _TYPES.items():
+    for field, expected_type in _TYPES.items():
         value = values.get(field)
         if value is None:
             continue
-        if type(value) is not kind:
-            raise ApiError(422, f"{field} must be {_TYPE_NAMES[kind]}", code="invalid_type", param=field)
+        if type(value) is not expected_type:
+            raise ApiError(422, f"{field} must be {_TYPE_NAMES[expected_type]}", code="invalid_type", param=field)
         # A completion with max_tokens 0 and echo only requests the logprobs of its prompt.
         only_scores_prompt = path == COMPLETIONS_URL and field == "max_tokens" and values.get("echo") is True
-        if isinstance(value, int) and kind is int and value < (0 if only_scores_prompt else 1):
+        if isinstance(value, int) and expected_type is int and value < (0 if only_scores_prompt else 1):
             raise ApiError(400, f"{field} must be at least 1", code="invalid_value", param=field)
 
 
@@ -223,11 +223,11 @@ class _FloatParser:
     """Parses the floats of one body and limits their number: serializing many floats is slow."""
 
     def __init__(self) -> None:
-        self._num = 0
+        self._num_floats = 0
 
     def parse(self, digits: str) -> float:
-        self._num += 1
-        if self._num > _MAX_FLOATS:
+        self._num_floats += 1
+        if self._num_floats > _MAX_FLOATS:
             message = f"the body has more than {_MAX_FLOATS:,} numbers with a decimal point or an exponent"
             raise ApiError(400, message, code="too_many_values")
         return finite_float(digits)
@@ -267,8 +267,8 @@ def _requested_tokens(
     requested: int | None = values.get(field)
     limit = model.max_model_len if limit is None else min(limit // num_choices, model.max_model_len)
     if requested is not None and max(requested, _MIN_OUTPUT_TOKENS) > limit:
-        each = f" for each of {num_choices} choices" if num_choices > 1 else ""
-        message = f"{field} is {requested}, but {model.name} allows at most {limit}{each}"
+        choices_text = f" for each of {num_choices} choices" if num_choices > 1 else ""
+        message = f"{field} is {requested}, but {model.name} allows at most {limit}{choices_text}"
         raise ApiError(400, message, code="max_tokens_too_large", param=field)
     return requested
 
@@ -293,7 +293,7 @@ def default_max_tokens(path: str, key: KeyRecord, model: ServedModel, limit: int
         per_choice, totals = model.max_model_len, [limit, key.output_tokens_per_min]
     tokens = min([per_choice, *(total // num_choices for total in totals if total is not None)])
     if tokens < 1:
-        message = f"the request has {num_choices} choices, more than its limit of output tokens; request fewer"
+        message = f"the request has {num_choices} choices, more than its limit of output tokens; request fewer choices"
         raise ApiError(400, message, code="max_tokens_too_large", param="n")
     return tokens
 
@@ -339,16 +339,16 @@ def check_contents(values: Mapping[str, Any], model: ServedModel) -> None:
 def _check_media(values: Mapping[str, Any], media: Mapping[str, int], domains: frozenset[str]) -> None:
     counts = dict.fromkeys(MODALITIES, 0)
     for where, part in _parts(values.get("messages")):
-        kind = part.get("type")
-        modality = next((name for name, kinds in MODALITIES.items() if kind in kinds), None)
+        part_type = part.get("type")
+        modality = next((name for name, types in MODALITIES.items() if part_type in types), None)
         is_plain = not any(part.get(name) is not None for name in _MEDIA_KEYS)
-        if modality is None and is_plain and kind in _TEXT_PARTS:
+        if modality is None and is_plain and part_type in _TEXT_PART_TYPES:
             continue
         allowed = media.get(modality, 0) if modality is not None and part.get("uuid") is None else 0
         if modality is None or not allowed:
             accepted = ", ".join(["text", *(name for name, limit in media.items() if limit)])
-            kind_description = f"of type {kind[:40]!r}" if isinstance(kind, str) else "of an unknown type"
-            message = f"{where} is {kind_description}, but this model only takes {accepted}"
+            description = f"of type {part_type[:40]!r}" if isinstance(part_type, str) else "of an unknown type"
+            message = f"{where} is {description}, but this model only takes {accepted}"
             raise ApiError(400, message, code="unsupported_content", param="messages")
         counts[modality] += 1
         if counts[modality] > allowed:
@@ -368,7 +368,7 @@ def _check_url(url: str, where: str, domains: frozenset[str]) -> None:
         host = None
     if host is None or split.scheme not in ("http", "https") or host not in domains:
         allowed = f"a data: URL, or one from {', '.join(sorted(domains))}" if domains else "a data: URL"
-        raise ApiError(400, f"{where}: its URL must be {allowed}", code="media_not_allowed", param="messages")
+        raise ApiError(400, f"{where}: the URL must be {allowed}", code="media_not_allowed", param="messages")
 
 
 def _parts(messages: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -394,9 +394,9 @@ def answer_shape(
 ) -> AnswerShape:
     """Return the properties that determine the answer's size. A text prompt has at most one token per byte."""
     logprobs_field, echoes = values.get("logprobs"), bool(values.get("echo"))
-    count = values.get("top_logprobs") if is_chat else logprobs_field
+    num_alternatives = values.get("top_logprobs") if is_chat else logprobs_field
     has_logprobs = bool(logprobs_field) if is_chat else logprobs_field is not None
-    logprobs = 1 + max(_count(count), _length(values.get("logprob_token_ids"))) if has_logprobs else 0
+    logprobs = 1 + max(_count(num_alternatives), _length(values.get("logprob_token_ids"))) if has_logprobs else 0
     requested = values.get("prompt_logprobs")
     # vLLM always returns prompt logprobs for a chat with `echo`.
     prompt_logprobs = 1 + _count(requested) if requested is not None else max(logprobs, int(is_chat)) * echoes

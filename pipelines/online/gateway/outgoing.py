@@ -27,7 +27,7 @@ _REFUSAL_BURST = 20
 _MAX_DELAY_S = 2.0
 _MAX_DELAYED = 64  # per key; additional refusals are sent immediately
 _LOG_INTERVAL_S = 1.0
-_MAX_ADDRESSES, _MAX_LOGGED_CHARS = 1024, 200
+_MAX_ADDRESSES, _MAX_LOGGED_CHARS = 1024, 200  # of clients in memory; of a path in the log
 _log = logging.getLogger("ray.serve")
 
 

@@ -127,7 +127,7 @@ class EngineAccount:
     def _close_request(self, request: "RequestAccount", outcome: Outcome) -> RequestUsage:
         tally, engine, context = request.tally, self._engine, request.context
         if outcome != "ok" and not (tally.num_prompt_tokens or tally.num_output_tokens):
-            # The answer ended before its usage, so the engine's counters are used.
+            # The answer ended before its usage was sent, so the engine's counters are used.
             tally.num_prompt_tokens = request.sequences.num_prompt_tokens
             tally.num_output_tokens = request.sequences.num_output_tokens
         self._meter.finish(request.number, tally.num_output_tokens, context.num_choices)

@@ -18,7 +18,7 @@ from starlette.types import Message, Receive, Send
 _ACK = "peagle.ack"  # message key: bytes of the answer that the client has received
 _EXPECTS_ACKS = "peagle.expects_acks"  # message key: the sender waits for acknowledgements
 _READ = "peagle.read"  # message type: bytes of the body that were read
-UPLOAD_WINDOW_BYTES = 1 << 21
+UPLOAD_WINDOW_BYTES = 1 << 21  # 2 MiB
 _PATIENCE_S = 1.0  # wait for an acknowledgement from an application that never sent one
 
 

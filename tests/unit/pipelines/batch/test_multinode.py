@@ -140,7 +140,7 @@ def test_placement_group_is_on_other_nodes_and_replaced_after_a_restart(monkeypa
     monkeypatch.setattr(module, "get_placement_group", lambda name: f"group {name}")
     monkeypatch.setattr(module, "remove_placement_group", removed.append)
     monkeypatch.setattr(module, "placement_group", lambda bundles, **options: (bundles, options))
-    bundles, options = multinode._group(RESOURCES_PER_NODE, 2)
+    bundles, options = multinode._placement_group(RESOURCES_PER_NODE, 2)
     assert removed == (["group peagle-a1"] if is_restarted else [])
     assert bundles == [RESOURCES_PER_NODE, RESOURCES_PER_NODE]
     assert (options["strategy"], options["name"]) == ("STRICT_SPREAD", "peagle-a1")

@@ -179,7 +179,7 @@ def test_placement_of_engine_on_several_cpu_nodes():
     assert missing_resources([{"CPU": 2.0}] * 2, shared, 2) == ""
     assert (
         missing_resources([{"CPU": 1.0}] * 2, shared, 2)
-        == "0 CPUs would be left for the tasks that feed them, which take 0.25"
+        == "0 CPUs would be left for the tasks that feed the engines, which take 0.25"
     )
     with pytest.raises(CapacityError, match=r"5 engines need a CPU core each on each of 2 nodes(.|\n)*--engines 4"):
         place(cpu_node(4), num_engines=5, num_nodes=2, **options)

@@ -205,7 +205,7 @@ ENDPOINT = {"max_replicas": 16, "drafter": "none"}  # needs two GPU nodes
 
 def test_kubernetes_application_waits_for_its_machines(grow_cluster):
     num_inspections = grow_cluster((CPU, 1), (GPU, 1), (GPU, 2), (GPU, 2))
-    assert app._inspect(ServeConfig(instance_type="p5.48xlarge", **ENDPOINT)) is GPU
+    assert app._wait_for_hardware(ServeConfig(instance_type="p5.48xlarge", **ENDPOINT)) is GPU
     assert num_inspections() == 3
 
 
@@ -214,14 +214,14 @@ def test_kubernetes_application_waits_for_its_machines(grow_cluster):
 )
 def test_no_wait_without_kubernetes_or_instance_type(grow_cluster, instance_type, is_kubernetes):
     num_inspections = grow_cluster((CPU, 1), (GPU, 2), is_kubernetes=is_kubernetes)
-    assert app._inspect(ServeConfig(instance_type=instance_type, **ENDPOINT)) is CPU
+    assert app._wait_for_hardware(ServeConfig(instance_type=instance_type, **ENDPOINT)) is CPU
     assert num_inspections() == 1
 
 
 def test_wait_for_machines_is_limited(grow_cluster, monkeypatch):
     monkeypatch.setattr(app, "_MACHINES_WAIT_S", 0.0)
     grow_cluster((CPU, 1))
-    assert app._inspect(ServeConfig(instance_type="p5.48xlarge", **ENDPOINT)) is CPU
+    assert app._wait_for_hardware(ServeConfig(instance_type="p5.48xlarge", **ENDPOINT)) is CPU
 
 
 def gpu_node(num_accelerators):
