@@ -2,7 +2,8 @@
 
 The rows of a document are its known tokens (depth 0), followed by the chains (deeper rows, `batch.py`), ordered by
 anchor. Known tokens attend causally to each other. A block of chain rows attends to the known tokens up to its last
-anchor, and to itself. Chains never attend to each other, so a single square mask over all rows of a document would be mostly empty.
+anchor, and to itself. Chains never attend to each other, so a single square mask over all rows of a document would be
+mostly empty.
 
 Gathered keys, masks and scores are not saved for the gradient: backward computes each block again, so memory grows
 linearly with the number of rows. On a GPU, starting a kernel takes as long as computing several blocks, so the blocks
@@ -219,7 +220,7 @@ def block_attention_plan(
 
 
 def _sequential_block(anchors: list[torch.Tensor], starts: list[int], first_row: int, start: int, stop: int) -> Block:
-    """Return the block of rows `start` to `stop` of the last depth. `anchors` and `starts` (in the cache) are by depth."""
+    """Return a block: rows `start` to `stop` of the last depth. `anchors` and `starts` (in the cache) are by depth."""
     depth = len(anchors) - 1
     query_anchors = anchors[depth][start:stop]
     low, high = int(query_anchors[0]), int(query_anchors[-1])
