@@ -90,8 +90,8 @@ def require_token() -> None:
     address = ray.get_runtime_context().gcs_address
     if _is_open(address):
         raise ConfigError(
-            f"the Ray cluster at {address} requires no token: anyone who reaches the cluster's ports can run code on its "
-            "nodes",
+            f"the Ray cluster at {address} requires no token: anyone who reaches its ports can run code on "
+            "the cluster's nodes",
             hint=_OPEN_HINT,
         )
 
