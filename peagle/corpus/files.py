@@ -182,10 +182,10 @@ def _locate_local(uri: str, exclude: str | None) -> "list[tuple[str, int]] | _Fo
 
 
 def _has_data(folder: Path) -> bool:
-    """Return whether a subfolder's first files include data other than text, and it is not a run directory."""
+    """Return whether the first files of a subfolder include data other than text. False for a run directory."""
     if _is_skipped(folder.name, []) or (folder / "run.json").exists():
         return False
-    # A folder without files counts as one entry, so that deep trees of folders end, too.
+    # A folder without files counts as one entry, so that a tree of empty folders is not searched completely.
     names = (name for _, _, files in os.walk(folder) for name in files or ("",))
     return any(_format_by_suffix(name) not in (None, "text") for name in islice(names, _MAX_ENTRIES))
 

@@ -122,7 +122,7 @@ def _sensitivity(chosen: Option, config: PlanConfig) -> list[dict[str, Any]]:
 
 
 def _break_even(chosen: Option, config: PlanConfig) -> float | None:
-    """Return the acceptance length below which `none` at its best concurrency is cheaper."""
+    """Return the acceptance length below which the fastest possible cell without a drafter is cheaper."""
     length = chosen.cell.acceptance_length
     undrafted = [
         cell

@@ -165,11 +165,8 @@ def _available_hardware(request: RunRequest, announce: Callable[[str], None]) ->
     if not ray.is_remote():
         return detect_machine()
     config = request.config
-    per_engine, num_nodes, accelerator_type = (
-        config.accelerators_per_engine,
-        config.nodes_per_engine,
-        config.accelerator_type,
-    )
+    per_engine, num_nodes = config.accelerators_per_engine, config.nodes_per_engine
+    accelerator_type = config.accelerator_type
     if accelerator_type is not None:
         placement = on_accelerators(per_engine, nodes_per_engine=num_nodes, accelerator_type=accelerator_type)
         if ray.room_for(placement) < config.engine_range.smallest:

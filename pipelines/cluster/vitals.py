@@ -22,7 +22,7 @@ from peagle.errors import EngineError
 _POLL_S = 0.5
 _UNWIND_S = 15.0  # time for the main thread to end; calls into a dead Ray may never return
 _CONNECT_S = 2.0
-_REPORT_AFTER_S = 10.0  # unreachable for so long: report it
+_REPORT_AFTER_S = 10.0  # time until an unreachable part is reported
 _RECONNECT_VARIABLE = "RAY_gcs_rpc_server_reconnect_timeout_s"
 _LOCAL_PARTS = {"gcs_server": "control service (gcs_server)", "raylet": "raylet"}
 

@@ -38,14 +38,14 @@ _POLL_S = 0.2
 class Endpoint:
     """An endpoint that was started in the background. It might have exited since."""
 
-    folder: Path  # contains its record, configuration and log
-    state: Path  # its `--state`
+    folder: Path  # contains the record of this endpoint, the configuration and the log
+    state: Path  # the `--state` folder
     url: str
     pid: int
-    born_at: float  # the creation time of its process, which detects a reused pid
+    born_at: float  # the creation time of the process; a reused pid has another one
     started_at: float
-    stop_s: float  # maximum time to stop it
-    model: str = ""  # the name by which clients request its first model
+    stop_s: float  # maximum time until it has stopped
+    model: str = ""  # the name by which clients request the first model
 
     @property
     def name(self) -> str:

@@ -150,9 +150,7 @@ def row_panels(report: Mapping[str, Any]) -> list[Panel]:
         ]
         plots.append((f"Finish reasons of {num_read:,} rows", _bars("Finish reasons", bars)))
     if failures:
-        bars = [
-            plain_bar(group["reason"], group["count"], f"{group['count']:,}", "share-lost") for group in failures
-        ]
+        bars = [plain_bar(group["reason"], group["count"], f"{group['count']:,}", "share-lost") for group in failures]
         caption = f"Failures by reason. Example of {failures[0]['reason']}: {failures[0]['example']}"
         plots.append((caption, _bars("Failures by reason", bars)))
     if plots:

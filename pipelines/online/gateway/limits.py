@@ -3,9 +3,10 @@
     admit -> Permit -> settle with the answer's usage, or later with the ledger's (`catch_up`)
 
 Every request counts when it arrives. Tokens and cost are reserved at their maximum until the actual number is known, so
-that a burst cannot exceed a limit. The maximum of prompt tokens is the size of the body, which can be far too high, so
-the only running request of a key may use whatever is left of the minute, and of its budgets. A request for a model
-without a price (`totals.py`) can only run alone. So a budget is exceeded by at most one request, plus price errors.
+that a burst cannot exceed a limit. The maximum number of prompt tokens is the size of the body, which can be far too
+high. So the only running request of a key may use whatever is left of the minute and of the key's budgets. A request
+for a model without a price (`totals.py`) can only run alone. So a budget is exceeded by at most one request, plus the
+errors of estimated prices.
 
 If a client disconnects, the reservation stays until the engine has written the usage to the ledger. Rate limits are
 kept in memory, since there is only one ingress.
