@@ -98,7 +98,7 @@ class PaddedBlocks:
 
     query_NQ: torch.Tensor  # indices of the query rows; 0 for padding
     key_NK: torch.Tensor  # indices of the key rows; 0 for padding
-    unpadded_S: torch.Tensor  # indices in N * Q of the rows that are not padding
+    unpadded_S: torch.Tensor  # indices of the rows that are not padding, in the flattened [N * Q]
     # Bool, shared by all layers; None means causal attention. No row attends to padding. Padding rows attend to
     # all known tokens, and their output is dropped.
     mask_NQK: torch.Tensor | None

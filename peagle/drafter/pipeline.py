@@ -361,8 +361,8 @@ def _features(
     )
     if config.on_the_fly:
         # A user who sets micro-batches wants to save memory.
-        has_memory = device.type != "cpu" and config.micro_batch_tokens is None
-        batch_tokens = GPU_BATCH_TOKENS if has_memory else BATCH_TOKENS
+        use_large_batches = device.type != "cpu" and config.micro_batch_tokens is None
+        batch_tokens = GPU_BATCH_TOKENS if use_large_batches else BATCH_TOKENS
         reader = partial(load_reader, target.folder, spec.aux_layers, device)
         return ComputedFeatures(samples, reader, spec, device=device, batch_tokens=batch_tokens)
     folder = config.features or config.output / "features"

@@ -92,6 +92,7 @@ class Baseline:
 
 
 def recorded_baseline(run: Mapping[str, Any]) -> Baseline | None:
+    """Return the baseline in `run["baseline"]`, or None if it is missing."""
     try:
         return Baseline.from_dict(run["baseline"]) if run.get("baseline") else None
     except ValueError as error:

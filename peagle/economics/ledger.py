@@ -44,7 +44,7 @@ REQUESTS, BEATS = "requests", "beats"  # the values of `kind`
 MERGED = "merged-"  # starts the id in names of merged files
 INDEX = ".index"  # suffix of the index of a merged file
 _MARK_BYTES = 4096  # covered by the checksum that identifies an offset: several lines with unique ids
-_MAX_TRIES = 10  # of a listing or a reading during compaction
+_MAX_TRIES = 10  # attempts to list or read files that are being compacted
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,20 +50,20 @@ class RequestTotalsReader:
 
     def _unread(self) -> list[list[Segment]]:
         """Return the segments to read. Segments that are contiguous in a file are in one list."""
-        lists: list[list[Segment]] = []
+        segment_lists: list[list[Segment]] = []
         for segment in sorted(segments(self._folder, REQUESTS), key=lambda segment: (segment.path.name, segment.begin)):
             offset = self._offsets[segment.name]
             if segment.size is not None and offset >= segment.size:
                 continue
-            last = lists[-1][-1] if lists else segment
+            last = segment_lists[-1][-1] if segment_lists else segment
             is_contiguous = (
                 last.size is not None and last.path == segment.path and last.begin + last.size == segment.begin
             )
             if is_contiguous and not offset:
-                lists[-1].append(segment)
+                segment_lists[-1].append(segment)
             else:
-                lists.append([segment])
-        return lists
+                segment_lists.append([segment])
+        return segment_lists
 
     def _read(self, contiguous: list[Segment]) -> Iterator[tuple[SpendingGroup, Work]]:
         first, last = contiguous[0], contiguous[-1]
@@ -131,9 +131,9 @@ def _sums_of_lists(lists: "pa.ListArray") -> "pa.Array":
     import numpy as np
     import pyarrow as pa
 
-    running = np.concatenate([[0], np.cumsum(lists.values.to_numpy(zero_copy_only=False))]).astype(np.int64)
+    cumulative = np.concatenate([[0], np.cumsum(lists.values.to_numpy(zero_copy_only=False))]).astype(np.int64)
     ends = lists.offsets.to_numpy()
-    return pa.array(running[ends[1:]] - running[ends[:-1]])
+    return pa.array(cumulative[ends[1:]] - cumulative[ends[:-1]])
 
 
 def _require_valid(table: "pa.Table") -> None:

@@ -38,6 +38,8 @@ class _SessionUnits:
 
 
 class UnitTimes:
+    """Records when committed units ran, and computes the timeline from these times."""
+
     def __init__(self) -> None:
         self._by_session: defaultdict[str, _SessionUnits] = defaultdict(_SessionUnits)
 

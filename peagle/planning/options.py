@@ -48,7 +48,7 @@ def _applicable_prices(
         if name not in applicable_types:
             raise ConfigError(
                 "\n  ".join(dict.fromkeys(messages)),
-                hint=f"measure on it: {' or '.join(dict.fromkeys(sweep.remeasure for sweep in sweeps))}; "
+                hint=f"measure on this type: {' or '.join(dict.fromkeys(sweep.remeasure for sweep in sweeps))}; "
                 "or use instance types with the same accelerator",
             )
         reasons += messages

@@ -520,7 +520,7 @@ def _read_letters(run: RunDirectory, unit: WorkUnit, name: str) -> tuple[list[di
 def _id_problems(
     unit: WorkUnit, ids: Sequence[str], letter_ids: Sequence[str], retried: frozenset[str]
 ) -> Iterator[tuple[str, str]]:
-    """Yield the ids, as kind and message, that are not in exactly one row or dead letter, or that were also retried."""
+    """Yield problems (kind, message): ids not in exactly one row or dead letter, and retried ids with a row here."""
     planned = {unit.row_id(index) for index in range(unit.num_rows)}
     counts = Counter(ids) + Counter(letter_ids)
     if missing := planned - retried - counts.keys():

@@ -198,7 +198,7 @@ def install_limits() -> None:
 
 def with_limits(protocol: type[asyncio.Protocol]) -> type[asyncio.Protocol]:
     """Return a subclass of uvicorn's HTTP protocol with limits for slow headers and slow readers."""
-    is_httptools = hasattr(protocol, "on_body")
+    is_httptools = hasattr(protocol, "on_body")  # the h11 protocol limits the size of headers itself
     bases = (LongHeaders if is_httptools else SlowHeaders, SlowReaders, protocol)
     return type(f"Limited{protocol.__name__}", bases, {})
 
@@ -219,35 +219,35 @@ class SlowHeaders(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self._start()
+        self._start_timer()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         is_handed_over = self.transport.get_protocol() is not self  # to the WebSocket protocol
         if is_handed_over or self.transport.is_closing() or self._is_answering():
-            self._stop()
+            self._stop_timer()
         else:
-            self._start()
+            self._start_timer()
             self._has_received_bytes = True
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop()
+        self._stop_timer()
         super().connection_lost(exc)
 
     def _is_answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
-    def _start(self) -> None:
+    def _start_timer(self) -> None:
         if self._timer is None:
             self._has_received_bytes = False
-            self._timer = self.loop.call_later(HEADERS_LIMIT_S, self._give_up)
+            self._timer = self.loop.call_later(HEADERS_LIMIT_S, self._on_timeout)
 
-    def _stop(self) -> None:
+    def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _give_up(self) -> None:
+    def _on_timeout(self) -> None:
         self._timer = None
         if self._has_received_bytes:  # a client that sent nothing expects no answer
             message = "the request's headers did not arrive in time"
