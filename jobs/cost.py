@@ -96,15 +96,14 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         stacked_by = next((name for name in by if name != "day"), "key")
         print(html_statement(result, statement(all_charges, ("day", stacked_by), days)))
     else:
-        text = csv_statement(result) if args.format == "csv" else text_statement(result)
-        print(text)
+        print(csv_statement(result) if args.format == "csv" else text_statement(result))
     return 0, result
 
 
-def _check_format(text: str) -> str:
-    if instead := removed.VALUES.get(("format", text)):
-        raise argparse.ArgumentTypeError(f"{text!r} was removed: {instead}")
-    return text
+def _check_format(name: str) -> str:
+    if replacement := removed.VALUES.get(("format", name)):
+        raise argparse.ArgumentTypeError(f"{name!r} was removed: {replacement}")
+    return name
 
 
 def _currency(args: argparse.Namespace) -> tuple[str, float] | None:
@@ -140,7 +139,7 @@ def days_of(month: str | None, first: str | None, last: str | None) -> "Days":
 
     try:
         if month is None:
-            ends = (None if text is None else day_number(date.fromisoformat(text)) for text in (first, last))
+            ends = (None if day is None else day_number(date.fromisoformat(day)) for day in (first, last))
             return Days(*ends)
         if first is not None or last is not None:
             raise ConfigError("--month cannot be combined with --from and --to")

@@ -15,7 +15,7 @@ from peagle.errors import CapacityError, ConfigError
 from peagle.files import converted_write_errors, write_atomic
 from peagle.private import user_path
 
-_SPARE_S = 60.0  # added to the grace period, for noticing the signal, committing and exiting
+_SPARE_S = 60.0  # added to the grace period: time to notice the signal, commit and exit
 
 
 def add_common_arguments(parser: argparse.ArgumentParser, *, client: str) -> None:
@@ -50,7 +50,7 @@ def read_workload(path: Path, name: str | None, *, max_name_length: int) -> Work
         )
         accelerators_per_node = config.accelerators_per_engine // config.nodes_per_engine
         engines = config.engine_range
-        # Pairs: accelerators on one node, and how many such nodes or engines.
+        # Pairs as in `count_machines`: accelerators on one node, and the number of such nodes.
         min_engines = [(accelerators_per_node, engines.smallest * config.nodes_per_engine)]
         max_engines = [(accelerators_per_node, engines.largest * config.nodes_per_engine)]
     else:

@@ -52,22 +52,22 @@ def add_flags(
         if name in yaml_only:
             continue
         field = model.model_fields[name]
-        text = argparse.SUPPRESS if name in hidden else _help_text(field)
-        options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": text}
-        names = [*([short[name]] if name in short else []), f"--{name.replace('_', '-')}"]
-        kind, extra = _without_none(field.annotation), field.json_schema_extra
+        help_text = argparse.SUPPRESS if name in hidden else _help_text(field)
+        options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": help_text}
+        flags = [*([short[name]] if name in short else []), f"--{name.replace('_', '-')}"]
+        value_type, extra = _without_none(field.annotation), field.json_schema_extra
         if isinstance(extra, dict) and "flag" in extra:  # a map; each flag adds one entry
-            names = [f"--{extra['flag']}"]
+            flags = [f"--{extra['flag']}"]
             options |= {"action": "append", "metavar": extra["metavar"]}
-        elif kind is bool:
+        elif value_type is bool:
             options["action"] = argparse.BooleanOptionalAction
-        elif typing.get_origin(kind) is list:
-            options |= {"action": "append", "metavar": "TEXT", "help": f"{text}; may be repeated"}
-        elif typing.get_origin(kind) is typing.Literal:
-            options["metavar"] = "|".join(map(str, typing.get_args(kind)))
+        elif typing.get_origin(value_type) is list:
+            options |= {"action": "append", "metavar": "TEXT", "help": f"{help_text}; may be repeated"}
+        elif typing.get_origin(value_type) is typing.Literal:
+            options["metavar"] = "|".join(map(str, typing.get_args(value_type)))
         else:
-            options["metavar"] = _METAVARS.get(kind, "TEXT")
-        headings.get(name, parser).add_argument(*names, **options)
+            options["metavar"] = _METAVARS.get(value_type, "TEXT")
+        headings.get(name, parser).add_argument(*flags, **options)
         for old_name in _old_names(name, model.model_fields):
             type_option = {} if "action" in options else {"type": functools.partial(removed.to_new_unit, old_name)}
             old_options = {**options, "help": argparse.SUPPRESS, **type_option}
@@ -80,7 +80,7 @@ def load(
     foreign: Mapping[str, Any] = MappingProxyType({}),
     foreign_variable: Callable[[str], str] = str,
 ) -> Model:
-    """Return the configuration from flags, environment and YAML.
+    """Return the configuration from flags, environment and YAML. Sets attributes of `args` for `origins`.
 
     Args:
         foreign: values from variables that are not PEAGLE_*, by key. They override the YAML; PEAGLE_* overrides them.
@@ -128,7 +128,7 @@ def keys_of(path: Path) -> frozenset[str]:
     Raises:
         ConfigError: the file cannot be read, or has no keys.
     """
-    return frozenset(map(str, _mapping(path)))
+    return frozenset(map(str, _read_mapping(path)))
 
 
 def origins(config: pydantic.BaseModel, args: argparse.Namespace) -> dict[str, str]:
@@ -195,7 +195,7 @@ def _from_environment(fields: Mapping[str, FieldInfo]) -> dict[str, Any]:
 
 def _from_yaml(path: Path, fields: Mapping[str, FieldInfo]) -> dict[str, Any]:
     values = {}
-    for key, value in _mapping(path).items():
+    for key, value in _read_mapping(path).items():
         is_old = key not in fields and removed.RENAMED.get(str(key)) in fields
         values[removed.RENAMED[key] if is_old else key] = removed.to_new_unit(key, value) if is_old else value
     for key in values:
@@ -207,7 +207,7 @@ def _from_yaml(path: Path, fields: Mapping[str, FieldInfo]) -> dict[str, Any]:
     return values
 
 
-def _mapping(path: Path) -> dict[str, Any]:
+def _read_mapping(path: Path) -> dict[str, Any]:
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except OSError as error:

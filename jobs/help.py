@@ -1,4 +1,4 @@
-"""Parsers of commands with help that is short unless a group of options is named: `--help=GROUP`, `--help=all`."""
+"""Command parsers whose help is short unless the user names a group of options: `--help=GROUP`, `--help=all`."""
 
 import argparse
 import contextlib
@@ -7,8 +7,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-_NUM_EXAMPLES = 3
-_MAX_NAMES_CHARS = 60
+_NUM_EXAMPLES = 3  # in the short help
+_MAX_NAMES_CHARS = 60  # for the option names of a group in the short help
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -29,7 +29,7 @@ class CommandParser(argparse.ArgumentParser):
             nargs="?",
             const="",
             metavar="GROUP",
-            action=_Help,
+            action=_HelpAction,
             help="show the most used options; all: everything; or the name of a group",
         )
 
@@ -67,7 +67,9 @@ class CommandParser(argparse.ArgumentParser):
         formatter = _Formatter(self.prog)
         formatter.add_section("most used options", [_shorten_option(actions[name]) for name in self._common])
         lines = [
-            f"  --help={title:<13} {_option_names(group)}" for title, group in groups.items() if title not in _UNLISTED
+            f"  --help={title:<13} {_option_names(group)}"
+            for title, group in groups.items()
+            if title not in _UNLISTED_GROUPS
         ]
         lines.append(f"  --help={'all':<13} every option, with more about this command")
         return "\n".join(
@@ -120,10 +122,10 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
         self.end_section()
 
 
-_UNLISTED = ("options", "positional arguments")  # argparse's own groups
+_UNLISTED_GROUPS = ("options", "positional arguments")  # argparse's own groups
 
 
-class _Help(argparse.Action):
+class _HelpAction(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *arguments: Any) -> None:
         assert isinstance(parser, CommandParser)
         with contextlib.suppress(OSError):  # the output is a closed pipe
@@ -162,7 +164,7 @@ def _option_names(actions: list[argparse.Action]) -> str:
     """Return the first options of a group, as many as fit into one line."""
     names = [max(action.option_strings, key=len) for action in actions]
     names = [name.removeprefix("--no-") if name.startswith("--no-") else name.removeprefix("--") for name in names]
-    text = ", ".join(names)
-    if len(text) <= _MAX_NAMES_CHARS:
-        return text
-    return text[:_MAX_NAMES_CHARS].rpartition(",")[0] + ", ..."
+    joined = ", ".join(names)
+    if len(joined) <= _MAX_NAMES_CHARS:
+        return joined
+    return joined[:_MAX_NAMES_CHARS].rpartition(",")[0] + ", ..."

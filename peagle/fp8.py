@@ -18,7 +18,8 @@ from peagle.errors import DrafterError
 
 FP8 = torch.float8_e4m3fn
 SCALE = "_scale"  # vLLM looks for `X.weight_scale` next to `X.weight`
-MAY_STAY_BF16 = ("fc", "lm_head")  # others must not, because vLLM fuses q, k, v and gate, up
+# Other modules must be in FP8, because vLLM fuses q, k and v, and gate and up.
+MAY_STAY_BF16 = ("fc", "lm_head")
 _MAX = torch.finfo(FP8).max  # 448
 _SMALLEST_NORMAL = torch.finfo(FP8).smallest_normal  # 2^-6; smaller values have fewer mantissa bits
 _LAYER = r"(layers\.\d+|midlayer)\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)"
@@ -122,7 +123,7 @@ def quantization_config(tensors: Mapping[str, torch.Tensor], kept: Mapping[str, 
     ignored = {name.rpartition(".")[2] for name in matrices} | {"embed_tokens"}
     ignored |= set() if has_fp8_lm_head else {"lm_head"}
     number_format = {"num_bits": 8, "type": "float", "symmetric": True}
-    group = {
+    layer_group = {
         "targets": ["Linear"] + ([_pattern("lm_head")] if has_fp8_lm_head else []),
         "weights": number_format | {"strategy": "channel", "dynamic": False},
         "input_activations": number_format | {"strategy": "token", "dynamic": True},
@@ -131,7 +132,7 @@ def quantization_config(tensors: Mapping[str, torch.Tensor], kept: Mapping[str, 
         "quant_method": "compressed-tensors",
         "format": "float-quantized",
         "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
+        "config_groups": {"group_0": layer_group},
         "ignore": [_pattern(module) for module in sorted(ignored)],
     }
 

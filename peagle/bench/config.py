@@ -43,7 +43,7 @@ def parse_synthetic_acceptance(entries: Sequence[str]) -> dict[Scope, Numbers]:
         scope = method or None, int(k) if k else None
         if scope in parsed:
             raise ValueError(f"synthetic_acceptance has two values for {prefix or 'all methods'}")
-        parsed[scope] = _numbers(numbers, entry)
+        parsed[scope] = _parse_numbers(numbers, entry)
     return parsed
 
 
@@ -68,7 +68,7 @@ def rates_for(method: str, k: int, entries: dict[Scope, Numbers]) -> tuple[float
 
 
 def rates_from_length(length: float, k: int) -> tuple[float, ...]:
-    """Return rates by position that add up to a length. As in vLLM: ones first, then the remainder.
+    """Return rates by position that add up to a length minus 1. As in vLLM: ones first, then the remainder.
 
     >>> rates_from_length(3.25, 4)
     (1.0, 1.0, 0.25, 0.0)
@@ -91,16 +91,17 @@ def rates_from_lengths_by_k(lengths: dict[int, float]) -> tuple[float, ...]:
     return tuple(rates)
 
 
-def _numbers(text: str, entry: str) -> Numbers:
+def _parse_numbers(numbers_text: str, entry: str) -> Numbers:
     try:
-        if ":" in text:
-            pairs = [word.partition(":") for word in text.split(",")]
+        if ":" in numbers_text:
+            pairs = [word.partition(":") for word in numbers_text.split(",")]
             lengths = {int(k): float(length) for k, _, length in pairs}
             if min(lengths) < 1 or len(lengths) < len(pairs):
                 raise ValueError("K must be distinct and at least 1; other values are impossible")
             return rates_from_lengths_by_k(lengths)
-        numbers = tuple(float(word) for word in text.split(","))
+        numbers = tuple(float(word) for word in numbers_text.split(","))
     except ValueError as error:
+        # Messages of `int` and `float` are replaced.
         reason = str(error) if "impossible" in str(error) else "contains a value that is not a number"
         raise ValueError(f"synthetic_acceptance {entry!r}: {reason}") from None
     if len(numbers) == 1 and 1 <= numbers[0] < float("inf"):
@@ -280,7 +281,7 @@ class EvaluateConfig(MeasurementOptions):
     def _check_drafter(cls, names: list[str]) -> list[str]:
         if "none" in names:
             raise ValueError(
-                "none does not draft, so it has no acceptance to measure (`peagle bench --methods none` times the"
+                "`none` does not draft, so it has no acceptance to measure (`peagle bench --methods none` times the"
                 " target)"
             )
         return names
@@ -294,7 +295,7 @@ class EvaluateConfig(MeasurementOptions):
 def as_benchmark(config: MeasurementOptions, **options: Any) -> BenchConfig:
     """Return the benchmark that performs the measurement of another command.
 
-    Only options that the user set are copied: if the user sets a price option, an unknown price is an error.
+    Only options that the user set are copied, because an unknown price is an error only if the user set a price option.
     """
     shared = {*PriceOptions.model_fields, *MeasurementOptions.model_fields} - {"output"}
     return BenchConfig(**{**config.model_dump(include=shared & config.model_fields_set), **options})

@@ -49,7 +49,7 @@ class Dataset:
 
 
 def read_dataset(config: MeasurementOptions) -> list[Row]:
-    rows = list(islice(_rows(config.dataset), config.limit))
+    rows = list(islice(_read_rows(config.dataset), config.limit))
     if not rows:
         raise InputError(f"dataset {config.dataset}: has no rows")
     return rows
@@ -63,12 +63,13 @@ def build_dataset(
     *,
     category_column: str | None = None,
 ) -> Dataset:
-    options, has_prompt_options = config, config.prompt_column or config.prompt_template or config.messages_column
+    has_prompt_options = config.prompt_column or config.prompt_template or config.messages_column
+    prompt_options = config
     if config.dataset == HUMANEVAL and not has_prompt_options:
-        options = config.model_copy(update={"prompt_template": PROMPT_TEMPLATE})
+        prompt_options = config.model_copy(update={"prompt_template": PROMPT_TEMPLATE})
     columns = list(dict.fromkeys(name for row in rows for name in row))
     body_column = "body" if is_batch(rows[0]) else None
-    spec = resolve_prompts(options, columns, bool(tokenizer.chat_template), body_column=body_column)
+    spec = resolve_prompts(prompt_options, columns, bool(tokenizer.chat_template), body_column=body_column)
     builder = PromptBuilder(spec, tokenizer, max_model_len)
     prompts: list[BenchPrompt] = []
     rejected: dict[str, int] = {}
@@ -76,7 +77,7 @@ def build_dataset(
     fingerprint = hashlib.sha256()
     for row in rows:
         fingerprint.update(to_json(row, sort_keys=True, ensure_ascii=True).encode() + b"\n")
-        prompt = _prompt(row, builder)
+        prompt = _build_prompt(row, builder)
         if isinstance(prompt, RowError):
             rejected[prompt.reason] = rejected.get(prompt.reason, 0) + 1
             first_error = first_error or prompt.message
@@ -96,7 +97,7 @@ def build_dataset(
     )
 
 
-def _rows(dataset: str) -> Iterable[Row]:
+def _read_rows(dataset: str) -> Iterable[Row]:
     if dataset == HUMANEVAL:
         return read_humaneval()
     try:
@@ -108,7 +109,7 @@ def _rows(dataset: str) -> Iterable[Row]:
         ) from error
 
 
-def _prompt(row: Row, builder: PromptBuilder) -> list[int] | RowError:
+def _build_prompt(row: Row, builder: PromptBuilder) -> list[int] | RowError:
     """Return the tokens of a row's prompt. Sampling parameters of requests in an OpenAI batch are ignored."""
     if builder.spec.body_column is None:
         return builder.build(row)

@@ -45,7 +45,7 @@ def few_prompts_warnings(config: BenchConfig, num_prompts: int) -> list[str]:
 
 
 def model_runner_warnings(
-    config: BenchConfig, platform: str, chosen: str | None, records: Sequence[PassRecord]
+    config: BenchConfig, device_platform: str, chosen_runner: str | None, records: Sequence[PassRecord]
 ) -> list[str]:
     """Return a warning if methods used, or might use, different model runners of vLLM."""
     methods: dict[str, list[str]] = {}
@@ -59,7 +59,7 @@ def model_runner_warnings(
             f"Set {MODEL_RUNNER}=0 and another --output to run all methods on V1."
         ]
     is_known = bool(records) and all(record.model_runner is not None for record in records)
-    if platform == "cuda" and chosen is None and len(config.methods) > 1 and not is_known:
+    if device_platform == "cuda" and chosen_runner is None and len(config.methods) > 1 and not is_known:
         return [
             f"{MODEL_RUNNER} is not set, and on a GPU vLLM might use another model runner for P-EAGLE than for other "
             f"methods. Set {MODEL_RUNNER}=0 to run all methods on V1."
@@ -70,6 +70,7 @@ def model_runner_warnings(
 def make_report(
     plan: BenchPlan, dataset: Dataset, done: Mapping[Pass, PassRecord], failed: Mapping[str, str]
 ) -> dict[str, Any]:
+    """Return the report of the passes in `done`; `failed` maps labels of setups to error messages."""
     cells = []
     for setup in plan.setups:
         for concurrency in plan.config.concurrency:
@@ -134,22 +135,24 @@ def best_cell(cells: Sequence[Mapping[str, Any]], method: str, concurrency: int)
 
 
 def speed_ratios(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return speed ratios by concurrency, at the best K: parallel drafters over EAGLE-3, each method over none.
+    """Return speed ratios by concurrency, at the best K: heads over EAGLE-3, and every method over none.
 
     `range_by_concurrency` is the range of the ratio over the repeats, with the same K.
     """
     results = []
     methods = list(dict.fromkeys(cell["method"] for cell in cells))
     concurrencies = sorted({cell["concurrency"] for cell in cells})
-    for over in ("eagle3", NONE):
+    for baseline in ("eagle3", NONE):
         for method in methods:
-            if method in (NONE, over) or over not in methods or (over == "eagle3" and method in LOOKUP_METHODS):
+            if method in (NONE, baseline) or baseline not in methods:
                 continue
-            pairs = {str(c): (best_cell(cells, method, c), best_cell(cells, over, c)) for c in concurrencies}
+            if baseline == "eagle3" and method in LOOKUP_METHODS:
+                continue
+            pairs = {str(c): (best_cell(cells, method, c), best_cell(cells, baseline, c)) for c in concurrencies}
             results.append(
                 {
                     "method": method,
-                    "over": over,
+                    "over": baseline,
                     "by_concurrency": {c: _ratio(*pair) for c, pair in pairs.items()},
                     "range_by_concurrency": {c: _ratio_range(*pair) for c, pair in pairs.items()},
                 }
@@ -231,7 +234,7 @@ def speed_rows(report: Mapping[str, Any]) -> Rows:
 
 
 def best_rows(report: Mapping[str, Any]) -> Rows:
-    """Return the best K of each method and their ratios by concurrency; empty if there is no comparison."""
+    """Return the speed of each method at its best K, and the ratios, by concurrency; empty if there are no ratios."""
     if not report["ratios"]:
         return []
     methods = list(dict.fromkeys(setup["method"] for setup in report["setups"]))
@@ -328,7 +331,7 @@ def cost_rows(report: Mapping[str, Any]) -> Rows:
 def conditions(
     report: Mapping[str, Any], *, versions: Sequence[str], hardware: str, dates: Sequence[str], load: Sequence[str] = ()
 ) -> str:
-    """Describe the conditions of a measurement in one line."""
+    """Describe the conditions of a measurement in one line. `load` has parts that describe the concurrency."""
     temperature, max_tokens = report["sampling"]["temperature"], report["sampling"]["max_tokens"]
     parts = [
         report["model"],
@@ -411,7 +414,7 @@ def value_plot(report: Mapping[str, Any]) -> str | None:
     return _best_plot(report, "tokens_per_usd", "Output tokens per dollar", "Output tokens per dollar by concurrency")
 
 
-def _best_plot(report: Mapping[str, Any], figure: str, subject: str, axes_name: str) -> str:
+def _best_plot(report: Mapping[str, Any], cell_key: str, subject: str, axes_name: str) -> str:
     axes = Axes(
         name=axes_name,
         x_name="concurrent requests",
@@ -424,7 +427,7 @@ def _best_plot(report: Mapping[str, Any], figure: str, subject: str, axes_name: 
     curves: list[Curve] = []
     for method in _methods(report):
         best_cells = [(c, best_cell(report["cells"], method, c)) for c in concurrencies]
-        points = [(c, cell[figure]) for c, cell in best_cells if cell]
+        points = [(c, cell[cell_key]) for c, cell in best_cells if cell]
         name = METHOD_NAMES[method]
         curves.append((name if method == NONE else f"{name}, best K", points))
     return _plot(report, subject, curves, axes)
@@ -460,7 +463,7 @@ def _methods(report: Mapping[str, Any]) -> list[str]:
 def _plot(report: Mapping[str, Any], subject: str, curves: list[Curve], axes: Axes) -> str:
     label = f"{report['labels'][0].split()[0]}, " if report["labels"] else ""
     heading = f"{label}{subject}, {subject_of(report)}"
-    return standalone(line_chart(curves, axes), heading, [words for words, _ in curves])
+    return standalone(line_chart(curves, axes), heading, [name for name, _ in curves])
 
 
 def subject_of(report: Mapping[str, Any]) -> str:

@@ -21,20 +21,20 @@ _VERIFIED = ".verified.json"
 
 
 def ensure_converted(
-    folder: Path, lock: str, fill: Callable[[Path], dict[str, Any]], *, before: Callable[[], None]
+    folder: Path, lock_name: str, fill: Callable[[Path], dict[str, Any]], *, before: Callable[[], None]
 ) -> Path:
     """Return the converted folder; convert it first if it is missing or damaged.
 
     Safe for concurrent processes: one converts, the others wait.
 
     Args:
-        fill: writes all files into an empty folder; returns facts about their source for the manifest.
+        fill: writes all files into an empty folder; returns a description of their source for the manifest.
         before: called before a conversion starts.
     """
     if is_intact(folder):
         return folder
     make_folder(folder.parent)
-    with locked(folder.parent / f".{lock}.lock"):
+    with locked(folder.parent / f".{lock_name}.lock"):
         if not is_intact(folder):
             before()
             _convert(folder, fill)
@@ -51,16 +51,16 @@ def is_intact(folder: Path) -> bool:
         statuses = {name: (folder / name).stat() for name in files}
     except (OSError, ValueError, KeyError):
         return False
-    stamps = {name: [status.st_size, status.st_mtime_ns] for name, status in statuses.items()}
-    if any(stamps[name][0] != entry["size_bytes"] for name, entry in files.items()):
+    sizes_and_times = {name: [status.st_size, status.st_mtime_ns] for name, status in statuses.items()}
+    if any(sizes_and_times[name][0] != entry["size_bytes"] for name, entry in files.items()):
         return False
     with contextlib.suppress(OSError, ValueError):
-        if json.loads((folder / _VERIFIED).read_text()) == stamps:
+        if json.loads((folder / _VERIFIED).read_text()) == sizes_and_times:
             return True
     if any(sha256(folder / name) != entry["sha256"] for name, entry in files.items()):
         return False
     with contextlib.suppress(OSError):
-        write_json(folder / _VERIFIED, stamps)
+        write_json(folder / _VERIFIED, sizes_and_times)
     return True
 
 

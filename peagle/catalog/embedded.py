@@ -39,6 +39,7 @@ EMBEDDED_TARGETS = {
 
 
 def embedded_name(distribution: str) -> str:
+    """Return the name of the target in a Python package."""
     for name, target in EMBEDDED_TARGETS.items():
         if target.distribution == distribution:
             return name
@@ -46,14 +47,14 @@ def embedded_name(distribution: str) -> str:
 
 
 def embedded_of_upstream(model_id: str) -> str | None:
-    """Return the embedded target of a hub model, if any."""
-    upstream = {target.upstream_id.lower(): name for name, target in EMBEDDED_TARGETS.items()}
-    return upstream.get(model_id.lower())
+    """Return the name of the embedded target with this hub id, or None."""
+    names = {target.upstream_id.lower(): name for name, target in EMBEDDED_TARGETS.items()}
+    return names.get(model_id.lower())
 
 
 def ensure_embedded(name: str, *, announce: Callable[[str], None] = lambda message: None) -> Path:
     """Return the folder of a converted target; convert it first if necessary (see `ensure_converted`)."""
-    target = _find(name)
+    target = _target_named(name)
     folder = embedded_folder(name)
 
     def begin() -> None:
@@ -80,13 +81,13 @@ def is_embedded_ready(name: str) -> bool:
 
 def embedded_folder(name: str) -> Path:
     """Return the folder of a converted target. Its name depends on the GGUF's SHA-256 and the converter's version."""
-    key = f"{_recorded_sha256(_find(name))}:{CONVERTER_VERSION}"
+    key = f"{_recorded_sha256(_target_named(name))}:{CONVERTER_VERSION}"
     return peagle_home() / "targets" / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
 
 
 def gguf_path(name: str) -> Path:
     """Return the GGUF file of an embedded target, verified with the wheel's RECORD."""
-    target = _find(name)
+    target = _target_named(name)
     module = find_spec(target.module)  # without importing it
     folders = list(module.submodule_search_locations or []) if module else []
     path = Path(folders[0]) / target.gguf_name if folders else Path(target.gguf_name)
@@ -98,7 +99,7 @@ def gguf_path(name: str) -> Path:
     return path
 
 
-def _find(name: str) -> EmbeddedTarget:
+def _target_named(name: str) -> EmbeddedTarget:
     if name not in EMBEDDED_TARGETS:
         raise CatalogError(f"no embedded model {name!r}", hint=did_you_mean(name, EMBEDDED_TARGETS))
     return EMBEDDED_TARGETS[name]

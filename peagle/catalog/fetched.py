@@ -60,6 +60,7 @@ class StoredModel:
 
 
 def is_stored(name: str) -> bool:
+    """Return whether a model's name is an `s3://` folder."""
     return name.startswith(SCHEME)
 
 
@@ -90,34 +91,34 @@ def ensure_fetched(url: str, revision: str | None, *, weights: bool, announce: A
     model = find_stored(url)
     if revision not in (None, model.revision):
         raise CatalogError(
-            f"{url}: its files have been replaced since the command started",
+            f"{url}: the files have been replaced since the command started",
             hint="repeat the command; use a separate folder for each version of a model",
         )
     return fetch(model, weights=weights, announce=announce)
 
 
 def fetch(model: StoredModel, *, weights: bool = False, announce: Announce = lambda message: None) -> Path:
-    """Fetch a listed folder; return the local folder.
+    """Fetch a listed folder, by default without the weights; return the local folder.
 
     Safe for concurrent processes on a node: one of them fetches, the others wait.
     """
     folder = _folder(model.at, model.revision)
     make_folder(folder)
-    small = [file for file in model.files if not is_weights(file.name)]
+    other_files = [file for file in model.files if not is_weights(file.name)]
     # Two locks, so that a process that needs only the tokenizer does not wait for weights.
     with locked(folder.with_name(f".{folder.name}.files.lock")):
         with converted_write_errors(folder, hint=_SPACE_HINT):
             write_json(folder / _LISTING, {file.name: file.num_bytes for file in model.files})
-        _fetch(model.at, small, folder)
+        _fetch(model.at, other_files, folder)
     if not weights:
         return folder
-    large = [file for file in model.files if is_weights(file.name)]
+    weight_files = [file for file in model.files if is_weights(file.name)]
 
     def announce_wait() -> None:
-        announce(f"{model.at}: waiting for another process on this node to finish fetching it")
+        announce(f"{model.at}: waiting for another process on this node, which is fetching the model")
 
     with locked(folder.with_name(f".{folder.name}.weights.lock"), on_wait=announce_wait):
-        _fetch(model.at, large, folder, announce)
+        _fetch(model.at, weight_files, folder, announce)
     return folder
 
 
@@ -127,8 +128,8 @@ def _folder(at: S3Path, revision: str) -> Path:
 
 def _require_complete(at: S3Path, names: set[str], folders: list[str]) -> None:
     if not names:
-        inside = f", only these folders: {', '.join(folders[:3])}" if folders else ""
-        raise CatalogError(f"{at}: contains no files{inside}", hint="use the folder that contains config.json")
+        subfolders = f", only these folders: {', '.join(folders[:3])}" if folders else ""
+        raise CatalogError(f"{at}: contains no files{subfolders}", hint="use the folder that contains config.json")
     if "config.json" not in names:
         raise CatalogError(f"{at}: has no config.json", hint="use the folder that contains it")
     if not any(map(is_weights, names)):

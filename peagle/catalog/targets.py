@@ -149,7 +149,7 @@ def resolve_model(
     """Resolve a model's name. A target inside a package is converted on first use (half a minute).
 
     Args:
-        name: an `s3://` folder; or catalog name, local folder or hub id, in this order.
+        name: an `s3://` folder, or else a catalog name, local folder or hub id, tried in this order.
         commits: pinned commits by hub id, which override the current branches.
     """
     if is_stored(name):
@@ -211,7 +211,7 @@ def is_hub_id(name: str) -> bool:
 
 
 def fetched_model(model: ResolvedModel, announce: Callable[[str], None]) -> ResolvedModel:
-    """Return the model with a local folder; fetch it first if it is in an object store."""
+    """Return the model. If it is in an object store, fetch it first, and replace its path with the local folder."""
     if not is_stored(model.path):
         return model
     folder = ensure_fetched(model.path, model.revision, weights=True, announce=announce)
@@ -225,8 +225,8 @@ def _local_model(name: str, folder: Path, card: ModelCard | None) -> ResolvedMod
 
 def _checked_config(folder: Path, where: str) -> dict[str, Any]:
     config = read_config(folder, CatalogError)
-    text = config.get("text_config") or config
-    if missing := [key for key in ("hidden_size", "num_hidden_layers", "vocab_size") if key not in text]:
+    text_config = config.get("text_config") or config
+    if missing := [key for key in ("hidden_size", "num_hidden_layers", "vocab_size") if key not in text_config]:
         raise CatalogError(f"{where}/config.json has no {', '.join(missing)}: is it a language model?")
     return config
 

@@ -31,12 +31,13 @@ FORMATS = ("parquet", "jsonl", "csv", "text", "openai-batch")
 SUFFIXES = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".txt": "text"}
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd"}
 _KNOWN_SUFFIXES = f"{', '.join(SUFFIXES)}; all but .parquet also with .gz or .zst"
-# Data formats that are not supported: such files in a folder are not ignored silently.
+# Suffixes of data formats that are not supported. A note names such files in a folder.
 _OTHER_DATA = frozenset({
     ".json", ".jsonlines", ".tsv", ".tab", ".psv", ".xls", ".xlsx", ".ods", ".arrow", ".feather", ".ipc", ".avro",
     ".orc", ".parq", ".pq", ".pkl", ".npy", ".npz", ".msgpack", ".db", ".sqlite", ".zip", ".tar", ".tgz", ".7z", ".rar",
     ".bz2", ".xz", ".lz4", ".br", ".snappy", ".z", ".gzip",
 })  # fmt: skip
+# Text files with these names are ignored without a note.
 _DOCUMENTS = frozenset({"readme", "license", "licence", "notice", "changelog", "requirements"})
 # For each input format, the format in `SUFFIXES` of its files.
 _SUFFIX_FORMATS = {"jsonl": "jsonl", "openai-batch": "jsonl", "parquet": "parquet", "csv": "csv", "text": "text"}
@@ -139,7 +140,7 @@ def read_errors_as_input_error(path: str) -> Iterator[None]:
 
 
 def filesystem(path: str) -> Any:
-    """Return fsspec's S3 file system, which reads the AWS variables."""
+    """Return fsspec's S3 file system, which reads AWS's environment variables; all remote paths are on S3."""
     import fsspec
 
     return fsspec.filesystem("s3")
@@ -181,9 +182,10 @@ def _locate_local(uri: str, exclude: str | None) -> "list[tuple[str, int]] | _Fo
 
 
 def _has_data(folder: Path) -> bool:
-    """Return whether a subfolder's first files include data other than text, and it is not a run directory."""
+    """Return whether the first files of a subfolder include data other than text. False for a run directory."""
     if _is_skipped(folder.name, []) or (folder / "run.json").exists():
         return False
+    # A folder without files counts as one entry, so that a tree of empty folders is not searched completely.
     names = (name for _, _, files in os.walk(folder) for name in files or ("",))
     return any(_format_by_suffix(name) not in (None, "text") for name in islice(names, _MAX_ENTRIES))
 
@@ -197,9 +199,9 @@ def _with_size(path: Path) -> tuple[str, int]:
             hint="repair or remove the link",
         )
     status = path.stat()
-    if kind := _SPECIAL_FILES.get(stat.S_IFMT(status.st_mode)):
+    if file_type := _SPECIAL_FILES.get(stat.S_IFMT(status.st_mode)):
         raise InputError(
-            f"input {str(path)!r}: {kind}; the input is read several times, by several processes",
+            f"input {str(path)!r}: {file_type}; the input is read several times, by several processes",
             hint="write it to a file first (COMMAND > prompts.jsonl), and use that file",
         )
     return str(path), status.st_size
@@ -357,9 +359,9 @@ def _required_format(path: str, input_format: str) -> str:
         raise InputError(
             f"input {path}: unknown format {suffix!r}", hint=f"known: {_KNOWN_SUFFIXES}; or set --input-format"
         )
-    if kind == "parquet" and compression_of(path):
-        kind = compression_of(path)
-        raise InputError(f"input {path}: Parquet compressed with {kind} is not supported", hint="decompress the file")
+    if kind == "parquet" and (compression := compression_of(path)):
+        message = f"input {path}: Parquet compressed with {compression} is not supported"
+        raise InputError(message, hint="decompress the file")
     return kind
 
 
@@ -371,13 +373,13 @@ def _format_by_suffix(path: str) -> str | None:
 _MAX_READERS = 4  # per process
 
 
-class _Reader(Protocol):
+class _PositionedReader(Protocol):
     position: int
 
     def close(self) -> None: ...
 
 
-Reader = TypeVar("Reader", bound=_Reader)
+Reader = TypeVar("Reader", bound=_PositionedReader)
 
 
 class ForwardReaders(Generic[Reader]):

@@ -46,7 +46,7 @@ def offer_of(options: PriceOptions) -> Offer:
     table = PriceTable.load()
     if options.instance_type is None:
         raise ConfigError(
-            "the configuration has no instance_type: it determines the size and price of the machines",
+            "the configuration has no instance_type, which determines the size and price of the machines",
             hint="\n    ".join(["use one of", *price_lines(table.offers, options.market)]),
         )
     offers = [
@@ -56,7 +56,7 @@ def offer_of(options: PriceOptions) -> Offer:
         and options.provider in (None, offer.provider)
         and options.region in (None, offer.region)
     ]
-    if options.usd_per_hour is None or not offers:
+    if options.usd_per_hour is None or not offers:  # raises PriceError if the table has no such price
         table.price(options.instance_type, market=options.market, provider=options.provider, region=options.region)
     return offers[0]
 
@@ -71,21 +71,21 @@ def count_machines(offer: Offer, parts: Sequence[tuple[int, int]]) -> int:
     """
     if not offer.num_accelerators:
         return sum(count for _, count in parts)
-    free: list[int] = []
-    for size, count in sorted(parts, reverse=True):
-        if size > offer.num_accelerators:
+    free_by_machine: list[int] = []  # accelerators
+    for num_needed, count in sorted(parts, reverse=True):
+        if num_needed > offer.num_accelerators:
             raise ConfigError(
-                f"an engine needs {size} accelerators of one machine, and {offer.instance_type} has"
+                f"an engine needs {num_needed} accelerators of one machine, and {offer.instance_type} has"
                 f" {offer.num_accelerators}",
                 hint="use a larger instance_type, a smaller tensor_parallel_size or more nodes_per_engine",
             )
         for _ in range(count):
-            machine = next((index for index, num_free in enumerate(free) if num_free >= size), None)
+            machine = next((index for index, num_free in enumerate(free_by_machine) if num_free >= num_needed), None)
             if machine is None:
-                free.append(offer.num_accelerators - size)
+                free_by_machine.append(offer.num_accelerators - num_needed)
             else:
-                free[machine] -= size
-    return len(free)
+                free_by_machine[machine] -= num_needed
+    return len(free_by_machine)
 
 
 def dns_label(name: str, *, max_length: int) -> str:
@@ -117,7 +117,7 @@ def require_reachable(settings: Mapping[str, Any], names: Sequence[str], folder:
         if is_path and not is_shared:
             raise ConfigError(
                 f"{name} {value}: a local path, which other machines do not have",
-                hint=f"use s3://BUCKET/FOLDER, or a folder in {folder}, which they share",
+                hint=f"use s3://BUCKET/FOLDER, or a folder in {folder}, which all machines share",
             )
 
 

@@ -1,8 +1,9 @@
 """Block attention over packed documents, without the work that a mask would discard.
 
-The rows of a document are its known tokens (depth 0), followed by its chains ordered by anchor (`batch.py`). Known
-tokens attend causally to each other. A block of chain rows attends to the known tokens up to its last anchor and to
-itself. Chains never attend to each other, so a single square mask over all rows of a document would be mostly empty.
+The rows of a document are its known tokens (depth 0), followed by the chains (deeper rows, `batch.py`), ordered by
+anchor. Known tokens attend causally to each other. A block of chain rows attends to the known tokens up to its last
+anchor, and to itself. Chains never attend to each other, so a single square mask over all rows of a document would be
+mostly empty.
 
 Gathered keys, masks and scores are not saved for the gradient: backward computes each block again, so memory grows
 linearly with the number of rows. On a GPU, starting a kernel takes as long as computing several blocks, so the blocks
@@ -31,7 +32,7 @@ _MAX_PADDED_SCORES = 2**27  # per training step and attention head: 128 MiB of m
 _PAD_MULTIPLE = 8  # padded lengths are multiples of this, which GPU kernels require for masks
 # Excludes cuDNN: its gradients were not finite for the masks of an EAGLE-3 head (H200, torch 2.11.0, 2026-11-26).
 _KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-_LAST_ANCHOR = int(torch.iinfo(torch.long).max)
+_LAST_ANCHOR = int(torch.iinfo(torch.long).max)  # of padding queries, which attend to all known tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,7 @@ class PaddedBlocks:
 
     query_NQ: torch.Tensor  # indices of the query rows; 0 for padding
     key_NK: torch.Tensor  # indices of the key rows; 0 for padding
-    unpadded_S: torch.Tensor  # indices in N * Q of the rows that are not padding
+    unpadded_S: torch.Tensor  # indices of the rows that are not padding, in the flattened [N * Q]
     # Bool, shared by all layers; None means causal attention. No row attends to padding. Padding rows attend to
     # all known tokens, and their output is dropped.
     mask_NQK: torch.Tensor | None
@@ -219,6 +220,7 @@ def block_attention_plan(
 
 
 def _sequential_block(anchors: list[torch.Tensor], starts: list[int], first_row: int, start: int, stop: int) -> Block:
+    """Return a block: rows `start` to `stop` of the last depth. `anchors` and `starts` (in the cache) are by depth."""
     depth = len(anchors) - 1
     query_anchors = anchors[depth][start:stop]
     low, high = int(query_anchors[0]), int(query_anchors[-1])
@@ -240,12 +242,12 @@ def _block_rows(num_known: int) -> int:
     return max(MIN_BLOCK_ROWS, num_known // _TOKENS_PER_BLOCK_ROW)
 
 
-def _chain_blocks(rows: Rows, chain: range) -> Iterator[tuple[int, int]]:
+def _chain_blocks(rows: Rows, chain_rows: range) -> Iterator[tuple[int, int]]:
     """Yield the start and stop of blocks of about equal length, without splitting the rows of an anchor."""
     anchors, block_rows = rows.anchor_S.tolist(), _block_rows(rows.num_known)
-    start = chain.start
-    for row in range(chain.start + 1, chain.stop + 1):
-        if row == chain.stop or (row - start >= block_rows and anchors[row] != anchors[row - 1]):
+    start = chain_rows.start
+    for row in range(chain_rows.start + 1, chain_rows.stop + 1):
+        if row == chain_rows.stop or (row - start >= block_rows and anchors[row] != anchors[row - 1]):
             yield start, row
             start = row
 

@@ -17,7 +17,7 @@ from peagle.requests.messages import parse_messages
 
 T = TypeVar("T")
 
-NUM_WORDS = 10
+NUM_WORDS = 10  # of an n-gram
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,23 +39,23 @@ class NgramIndex:
     """The word n-grams of the references. References shorter than an n-gram are ignored (none in HumanEval)."""
 
     def __init__(self) -> None:
-        self._sets: dict[tuple[str, ...], str] = {}  # names of evaluation sets, by n-gram
+        self._set_of_ngram: dict[tuple[str, ...], str] = {}  # n-gram -> name of the evaluation set
 
     def add(self, references: Iterable[str], evaluation_set: str) -> int:
         """Add a set and return the number of its n-grams. Shared n-grams belong to the set that was added first."""
         ngrams = {ngram for reference in references for ngram in self._ngrams(reference)}
-        self._sets = dict.fromkeys(ngrams, evaluation_set) | self._sets
+        self._set_of_ngram = dict.fromkeys(ngrams, evaluation_set) | self._set_of_ngram
         return len(ngrams)
 
     def overlap(self, text: str) -> str | None:
         """Return the first n-gram that `text` shares with a reference, or None."""
         for ngram in self._ngrams(text):
-            if ngram in self._sets:
+            if ngram in self._set_of_ngram:
                 return " ".join(ngram)
         return None
 
     def evaluation_set_of(self, overlap: str) -> str:
-        return self._sets[tuple(overlap.split())]
+        return self._set_of_ngram[tuple(overlap.split())]
 
     def _ngrams(self, text: str) -> Iterable[tuple[str, ...]]:
         words = re.findall(r"\w+", text.lower())
@@ -63,6 +63,7 @@ class NgramIndex:
 
 
 def decontaminate(items: Sequence[T], index: NgramIndex, *, text: Callable[[T], str]) -> Decontaminated[T]:
+    """Separate the items that overlap an evaluation set. `text` returns the text of an item."""
     kept: list[T] = []
     dropped: list[Dropped[T]] = []
     for item in items:

@@ -32,7 +32,7 @@ from peagle.fp8 import (
     weight_error,
 )
 
-_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
+_WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
 _MODEL_TYPES = ("llama", "qwen3")  # drafters for which vLLM has a quantised class
 
 
@@ -41,8 +41,8 @@ class Conversion:
     output: Path
     num_bytes_before: int
     num_bytes_after: int
-    errors: tuple[WeightError, ...]
-    kept: dict[str, str]
+    errors: tuple[WeightError, ...]  # of the converted weights
+    kept: dict[str, str]  # tensors that are not converted, with the reason
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -63,13 +63,15 @@ def quantize_head(source: Path, output: Path, *, keep: Sequence[str] = ()) -> Co
     quantization = config.get("quantization_config") or config.get("compression_config")
     if quantization or any(tensor.dtype == FP8 for tensor in tensors.values()):
         method = (quantization or {}).get("quant_method", "FP8")
-        raise DrafterError(f"{source} is already quantised ({method})", hint="convert it to bf16 with --dequantize")
+        hint = "convert the head to bf16 with --dequantize"
+        raise DrafterError(f"{source} is already quantised ({method})", hint=hint)
     kept = {
         name: reason for name, tensor in tensors.items() if (reason := reason_to_keep(name, tensor, keep)) is not None
     }
     output_tensors, errors = dict(tensors), []
     for name in tensors.keys() - kept.keys():
-        output_tensors[name], output_tensors[name + SCALE] = stored, scale = quantize(name, tensors[name])
+        stored, scale = quantize(name, tensors[name])
+        output_tensors[name], output_tensors[name + SCALE] = stored, scale
         errors.append(weight_error(name, tensors[name], dequantize(stored, scale), scale))
     if not errors:
         raise DrafterError(f"{source} has no weights that vLLM can load as FP8")
@@ -133,7 +135,7 @@ def _read_head(source: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     try:
         return config, {name: tensor for file in files for name, tensor in load_file(file).items()}
     except SafetensorError as error:
-        raise DrafterError(f"{source}: its weights cannot be read: {error}", hint="copy the head again") from error
+        raise DrafterError(f"{source}: the weights cannot be read: {error}", hint="copy the head again") from error
 
 
 def _write(
@@ -154,15 +156,15 @@ def _write(
         staging = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
         try:
             for file in source.iterdir():
-                if file.is_file() and not file.name.startswith(".") and not any(map(file.match, _WEIGHTS)):
+                if file.is_file() and not file.name.startswith(".") and not any(map(file.match, _WEIGHT_PATTERNS)):
                     shutil.copyfile(file, staging / file.name)
             ordered = {name: tensors[name].contiguous() for name in sorted(tensors)}
             save_file(ordered, staging / "model.safetensors", metadata={"format": "pt"})
             (staging / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
             card = staging / "README.md"
             lines = card.read_text(encoding="utf-8").splitlines() if card.is_file() else ["# Drafter head"]
-            title = next((number for number, text in enumerate(lines) if text.startswith("# ")), len(lines) - 1)
-            lines[title + 1 : title + 1] = ["", card_note]
+            title_index = next((i for i, line in enumerate(lines) if line.startswith("# ")), len(lines) - 1)
+            lines[title_index + 1 : title_index + 1] = ["", card_note]
             card.write_text("\n".join(lines) + "\n", encoding="utf-8")
             for path in (staging, *staging.iterdir()):
                 path.chmod(0o755 if path.is_dir() else 0o644)

@@ -85,8 +85,8 @@ def check_training(config: TrainConfig, say: Callable[[str], None]) -> tuple[Tra
         dtypes = read_dtypes(complete_head(init_folder))
         if quantised := sorted(name for name, dtype in dtypes.items() if dtype.startswith("F8")):
             raise ConfigError(
-                f"{init_folder}: its {quantised[0]} is in FP8, which cannot be trained",
-                hint="convert it to bf16 with `peagle quantize-drafter --dequantize`",
+                f"{init_folder}: {quantised[0]} is in FP8, which cannot be trained",
+                hint="convert the head to bf16 with `peagle quantize-drafter --dequantize`",
             )
     if architecture.model_type not in SERVED_TYPES:
         say(
@@ -96,7 +96,7 @@ def check_training(config: TrainConfig, say: Callable[[str], None]) -> tuple[Tra
     if config.verifier is None and target.model.upstream_id is None:
         say(
             f"the head will name {target.model.name!r} as its target; `vllm serve HEAD` loads the target by that name,"
-            " so pass its hub id as --verifier"
+            " so pass the target's hub id as --verifier"
         )
     init = possible_init(target.folder, architecture, spec, say)
     return config.model_copy(update={"init": init}), target, device
@@ -107,7 +107,7 @@ def head_spec(config: TrainConfig, target: Target) -> HeadSpec:
     return HeadSpec(aux_layers=target.aux_layers, **{name: getattr(config, name) for name in options})
 
 
-_ESTIMATED_TOKENS = 2**16  # tokens of documents used for the acceptance estimate
+_ACCEPTANCE_TOKENS = 2**16  # tokens of the held-out documents that the acceptance is estimated with
 
 # Fills a feature store, and passes the number of finished shards and of all shards to a callback.
 Extract = Callable[[FeatureJob, Callable[[int, int], None]], None]
@@ -152,7 +152,7 @@ class Prepared:
             if field.name in TrainConfig.model_fields
         }
         if config.algorithm in BLOCK_METHODS:
-            # Blocks have rows of all depths, so deeper rows get a lower weight instead.
+            # A block has a row for every depth: deep rows are not dropped but get a lower weight.
             options["depth_decay"] *= config.cod_ratio
         else:
             options["anchor_share"] = None
@@ -211,7 +211,7 @@ def train_head(config: TrainConfig, listener: Listener) -> dict[str, Any]:
 def prepare(
     config: TrainConfig, listener: Listener, *, extract: Extract = extract_here, verify: bool = True
 ) -> Prepared:
-    """Read the documents, and compute the target's missing states with `extract`.
+    """Read the documents, and compute the target's missing hidden states with `extract`.
 
     `verify` compares stored states with their checksums, which only one of several processes needs to do.
     """
@@ -236,7 +236,8 @@ def train_prepared(
 ) -> TrainingOutcome:
     """Train `head` in place, starting from the last checkpoint if it exists.
 
-    An existing checkpoint must have this `fingerprint`, by default that of `prepared`.
+    An existing checkpoint must have this `fingerprint`, by default that of `prepared`. `workers` are the processes
+    that train together, by default only this one.
     """
     return train(
         head,
@@ -264,7 +265,7 @@ def finish(prepared: Prepared, head: Any, outcome: TrainingOutcome) -> dict[str,
         estimate = estimate_acceptance(
             head.eval(),
             prepared.store,
-            prepared.sample(sorted(prepared.corpus.held_out), _ESTIMATED_TOKENS),
+            prepared.sample(sorted(prepared.corpus.held_out), _ACCEPTANCE_TOKENS),
             num_speculative_tokens=config.num_speculative_tokens,
         )
     corpus, model, features = prepared.corpus, prepared.target.model, prepared.store.spec
@@ -359,8 +360,9 @@ def _features(
         + (", computed in each pass instead of stored" if config.on_the_fly else "")
     )
     if config.on_the_fly:
-        large = device.type != "cpu" and config.micro_batch_tokens is None  # micro-batches are meant to save memory
-        batch_tokens = GPU_BATCH_TOKENS if large else BATCH_TOKENS
+        # A user who sets micro-batches wants to save memory.
+        use_large_batches = device.type != "cpu" and config.micro_batch_tokens is None
+        batch_tokens = GPU_BATCH_TOKENS if use_large_batches else BATCH_TOKENS
         reader = partial(load_reader, target.folder, spec.aux_layers, device)
         return ComputedFeatures(samples, reader, spec, device=device, batch_tokens=batch_tokens)
     folder = config.features or config.output / "features"
@@ -371,7 +373,7 @@ def _features(
 
 
 def _vocabulary(config: TrainConfig, target: Target, corpus: TrainingDocuments) -> DraftVocabulary:
-    text = target.model.config.get("text_config") or target.model.config
+    text_config = target.model.config.get("text_config") or target.model.config
     # Prompts are counted, too, because responses repeat words of their prompts.
     token_ids = (token for index in corpus.training_indices for token in corpus.samples[index].token_ids)
     if config.init not in INITS:
@@ -380,5 +382,5 @@ def _vocabulary(config: TrainConfig, target: Target, corpus: TrainingDocuments) 
         token_ids,
         size=config.draft_vocab_size,
         target_size=target.vocab_size,
-        required=end_tokens(text),
+        required=end_tokens(text_config),
     )

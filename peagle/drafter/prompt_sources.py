@@ -122,7 +122,7 @@ def divide_evenly(limit: int | None, sizes: Sequence[int]) -> list[int]:
 def shipped_prompts(
     source: str, index: NgramIndex, *, limit: int | None = None, seed: int = 0
 ) -> tuple[list[TrainingPrompt], Decontaminated[Material]]:
-    """Return `limit` prompts of a shipped source (default: one per material), and its materials."""
+    """Return `limit` prompts of a shipped source (default: one per material), and the decontaminated materials."""
     decontaminated = _materials(source, index)
     limit = len(decontaminated.kept) if limit is None else limit
     return list(generate_prompts(decontaminated.kept, source=source, seed=seed, limit=limit)), decontaminated
@@ -193,11 +193,11 @@ class TrainingDocuments:
 
 
 def read_corpus(config: TrainConfig, target: Target, say: Callable[[str], None]) -> TrainingDocuments:
-    column = config.prompt_column if config.responses == "given" else PROMPT
+    prompt_column = config.prompt_column if config.responses == "given" else PROMPT
     rows = [row for source in config.response_sources for row in read_responses(source)]
-    decontaminated = decontaminate(rows, build_index(config.exclude), text=lambda row: row_text(row, column))
+    decontaminated = decontaminate(rows, build_index(config.exclude), text=lambda row: row_text(row, prompt_column))
     samples, rejected = build_samples(
-        decontaminated.kept, target.tokenizer, prompt_column=column, max_tokens=config.max_document_tokens
+        decontaminated.kept, target.tokenizer, prompt_column=prompt_column, max_tokens=config.max_document_tokens
     )
     if not samples:
         reason = rejected[0].reason if rejected else f"every row overlaps {', '.join(config.exclude)}"
@@ -207,6 +207,7 @@ def read_corpus(config: TrainConfig, target: Target, say: Callable[[str], None])
     say(f"{len(samples):,} documents, {len(rejected)} rejected, {len(decontaminated.dropped)} dropped for overlap")
     report_dropped(decontaminated.dropped, say)
     num_held_out = round(len(samples) * config.held_out)
+    # The choice of held-out documents does not depend on their order.
     by_hash = sorted(range(len(samples)), key=lambda i: hashlib.sha256(samples[i].id.encode()).digest())
     return TrainingDocuments(
         samples=samples,

@@ -188,11 +188,13 @@ def shares_by_period(snapshots: Sequence[EngineSession], committed_s: Sequence[f
         committed_s: busy seconds of the work committed in each period.
     """
     all_committed_s = accumulate(committed_s)
-    lost_s = _suffix_minima([max(end.busy_s - s, 0.0) for end, s in zip(snapshots, all_committed_s, strict=True)])
+    lost_s = _suffix_minima(
+        [max(at_end.busy_s - committed, 0.0) for at_end, committed in zip(snapshots, all_committed_s, strict=True)]
+    )
     # All seconds count as load until an engine is ready; then some of them are reclassified as compile.
-    load_s = _suffix_minima([end.load_s for end in snapshots])
-    compile_s = [end.compile_s + end.load_s - s for end, s in zip(snapshots, load_s, strict=True)]
-    idle_s = [end.idle_s for end in snapshots]
+    load_s = _suffix_minima([at_end.load_s for at_end in snapshots])
+    compile_s = [at_end.compile_s + at_end.load_s - load for at_end, load in zip(snapshots, load_s, strict=True)]
+    idle_s = [at_end.idle_s for at_end in snapshots]
     parts = zip(*map(_differences, (load_s, compile_s, idle_s, lost_s)), committed_s, strict=True)
     return [
         Shares(load=load, compile=compiling, busy=busy, idle=idle, lost=lost)

@@ -48,7 +48,7 @@ class Baseline:
     steps: tuple[StepTimes, ...]
 
     def __post_init__(self) -> None:
-        if not self.steps or any(step.concurrency >= after.concurrency for step, after in pairwise(self.steps)):
+        if not self.steps or any(step.concurrency >= next_step.concurrency for step, next_step in pairwise(self.steps)):
             raise ValueError("the steps of a baseline must have ascending concurrency")
 
     def at(self, concurrency: float) -> StepTimes:
@@ -92,6 +92,7 @@ class Baseline:
 
 
 def recorded_baseline(run: Mapping[str, Any]) -> Baseline | None:
+    """Return the baseline in `run["baseline"]`, or None if it is missing."""
     try:
         return Baseline.from_dict(run["baseline"]) if run.get("baseline") else None
     except ValueError as error:
@@ -99,9 +100,9 @@ def recorded_baseline(run: Mapping[str, Any]) -> Baseline | None:
 
 
 def ratio_error(spreads: Sequence[float | None]) -> float | None:
-    """Return the relative error of the ratio of two measurements, or None if the relative spread of one is unknown.
+    """Return the relative error of the ratio of two measurements, from their relative spreads.
 
-    The error is half the sum of their relative spreads.
+    The error is half the sum of the spreads, or None if a spread is unknown.
 
     >>> ratio_error([0.04, 0.06])
     0.05

@@ -40,11 +40,11 @@ from peagle.parquet_table import read_table
 from peagle.storage import StoragePath, open_to_read, storage_path, write_atomic, write_once
 
 T = TypeVar("T")
-REQUESTS, BEATS = "requests", "beats"
-MERGED = "merged-"
-INDEX = ".index"
+REQUESTS, BEATS = "requests", "beats"  # the values of `kind`
+MERGED = "merged-"  # starts the id in names of merged files
+INDEX = ".index"  # suffix of the index of a merged file
 _MARK_BYTES = 4096  # covered by the checksum that identifies an offset: several lines with unique ids
-_MAX_TRIES = 10
+_MAX_TRIES = 10  # attempts to list or read files that are being compacted
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ def retry_if_moved(read: Callable[[], T]) -> T:
 
 
 def ledger_files(folder: StoragePath, kind: str) -> LedgerFiles:
-    """Return the files of a kind. Raises FileNotFoundError if an index was deleted during the call."""
+    """Return the files of a kind, such as `BEATS`. Raises FileNotFoundError if an index was deleted during the call."""
     files = LedgerFiles()
     listing = list_files(folder, kind)
     for name, path in listing.items():
@@ -351,10 +351,10 @@ def is_billed(folder: Path, request_id: str, *, since: float, session_id: str) -
     )
 
 
-def _last_lines_with(path: Path, text: bytes) -> list[bytes]:
+def _last_lines_with(path: Path, request_id: bytes) -> list[bytes]:
     with path.open("rb") as file:
         file.seek(max(0, file.seek(0, io.SEEK_END) - _TAIL_BYTES))
-        return [line for line in file.read().split(b"\n")[:-1] if text in line]
+        return [line for line in file.read().split(b"\n")[:-1] if request_id in line]
 
 
 def valid_records(path: StoragePath, lines: Iterable[bytes], parse: Callable[[bytes], T]) -> Iterator[T]:
@@ -367,13 +367,13 @@ def valid_records(path: StoragePath, lines: Iterable[bytes], parse: Callable[[by
 
 
 def write_batch(folder: Path, batch: RequestUsage) -> None:
-    """Write the usage of a batch as the only request of its session. Idempotent."""
+    """Write the usage of a batch as the only request of a session, unless it is already written."""
     make_folder(folder)
     write_once(requests_file(folder, batch.usage.session_id), batch.to_json() + b"\n")
 
 
 class RequestReader:
-    """Reads the requests of a ledger, each only once."""
+    """Reads each request of a ledger once."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 _PIECE_BYTES = 16 * 1024 * 1024
-_GROUP = ("day", "session_id", "key", "model", "drafter", "tags")
-_SUMMED = (*UNIT_COUNTS[2:], "num_drafts", "num_accepted_tokens", "busy_s", "request_s", "usd")  # fields of `Work`
+_GROUP_FIELDS = ("day", "session_id", "key", "model", "drafter", "tags")
+# Fields of `Work`. The first two counts, rows and failed rows, are added up as `num_requests`.
+_SUMMED_FIELDS = (*UNIT_COUNTS[2:], "num_drafts", "num_accepted_tokens", "busy_s", "request_s", "usd")
 
 
 def read_request_totals(folder: StoragePath) -> Mapping[SpendingGroup, Work]:
@@ -41,45 +42,45 @@ class RequestTotalsReader:
         is_complete = False
         while not is_complete:
             is_complete = True
-            for group in self._unread():
+            for contiguous in self._unread():
                 try:
-                    yield from self._read(group)
+                    yield from self._read(contiguous)
                 except FileNotFoundError:  # compaction moved the segments
                     is_complete = False
 
     def _unread(self) -> list[list[Segment]]:
-        """Return the segments to read. Segments that are contiguous in a file are in one group."""
-        groups: list[list[Segment]] = []
+        """Return the segments to read. Segments that are contiguous in a file are in one list."""
+        segment_lists: list[list[Segment]] = []
         for segment in sorted(segments(self._folder, REQUESTS), key=lambda segment: (segment.path.name, segment.begin)):
             offset = self._offsets[segment.name]
             if segment.size is not None and offset >= segment.size:
                 continue
-            last = groups[-1][-1] if groups else segment
+            last = segment_lists[-1][-1] if segment_lists else segment
             is_contiguous = (
                 last.size is not None and last.path == segment.path and last.begin + last.size == segment.begin
             )
             if is_contiguous and not offset:
-                groups[-1].append(segment)
+                segment_lists[-1].append(segment)
             else:
-                groups.append([segment])
-        return groups
+                segment_lists.append([segment])
+        return segment_lists
 
-    def _read(self, group: list[Segment]) -> Iterator[tuple[SpendingGroup, Work]]:
-        first, last = group[0], group[-1]
+    def _read(self, contiguous: list[Segment]) -> Iterator[tuple[SpendingGroup, Work]]:
+        first, last = contiguous[0], contiguous[-1]
         begin = first.begin + self._offsets[first.name]
         with open_to_read(first.path) as file:
             file.seek(begin)
             for piece in _pieces(file, None if last.size is None else last.begin + last.size - begin):
-                self._advance(group, len(piece))
+                self._advance(contiguous, len(piece))
                 yield from _parse_piece(first.path, piece)
 
-    def _advance(self, group: list[Segment], num_bytes: int) -> None:
-        for segment in group:
-            part = num_bytes
+    def _advance(self, contiguous: list[Segment], num_bytes: int) -> None:
+        for segment in contiguous:
+            num_segment_bytes = num_bytes
             if segment.size is not None:
-                part = min(num_bytes, segment.size - self._offsets[segment.name])
-            self._offsets[segment.name] += part
-            num_bytes -= part
+                num_segment_bytes = min(num_bytes, segment.size - self._offsets[segment.name])
+            self._offsets[segment.name] += num_segment_bytes
+            num_bytes -= num_segment_bytes
 
 
 def _pieces(file: BinaryIO, num_bytes: int | None) -> Iterator[bytes]:
@@ -87,16 +88,16 @@ def _pieces(file: BinaryIO, num_bytes: int | None) -> Iterator[bytes]:
     partial_line, remaining = b"", math.inf if num_bytes is None else num_bytes
     while data := file.read(int(min(_PIECE_BYTES, remaining))):
         remaining -= len(data)
-        lines, end, partial_line = (partial_line + data).rpartition(b"\n")
-        if end:
-            yield lines + end
+        lines, newline, partial_line = (partial_line + data).rpartition(b"\n")
+        if newline:
+            yield lines + newline
 
 
 def _parse_piece(path: StoragePath, piece: bytes) -> list[tuple[SpendingGroup, Work]]:
     import pyarrow as pa
 
     try:
-        return list(_sums(_parse_columns(piece)))
+        return list(_sum_by_group(_parse_columns(piece)))
     except (pa.ArrowException, ValueError):
         requests = valid_records(path, piece.split(b"\n")[:-1], RequestUsage.from_json)
         return [_work_of(request) for request in requests]
@@ -130,9 +131,9 @@ def _sums_of_lists(lists: "pa.ListArray") -> "pa.Array":
     import numpy as np
     import pyarrow as pa
 
-    running = np.concatenate([[0], np.cumsum(lists.values.to_numpy(zero_copy_only=False))]).astype(np.int64)
+    cumulative = np.concatenate([[0], np.cumsum(lists.values.to_numpy(zero_copy_only=False))]).astype(np.int64)
     ends = lists.offsets.to_numpy()
-    return pa.array(running[ends[1:]] - running[ends[:-1]])
+    return pa.array(cumulative[ends[1:]] - cumulative[ends[:-1]])
 
 
 def _require_valid(table: "pa.Table") -> None:
@@ -150,23 +151,23 @@ def _require_valid(table: "pa.Table") -> None:
     )
     if not all(check.as_py() for check in checks) or any(pc.min(table.column(name)).as_py() < 0 for name in numbers):
         raise ValueError("a field has an invalid value")
-    for text in pc.unique(table.column("tags")).to_pylist():
-        tags_from_text(NO_TAGS if text is None else text)
+    for tags in pc.unique(table.column("tags")).to_pylist():
+        tags_from_text(NO_TAGS if tags is None else tags)  # raises ValueError if they are invalid
 
 
-def _sums(table: "pa.Table") -> Iterator[tuple[SpendingGroup, Work]]:
+def _sum_by_group(table: "pa.Table") -> Iterator[tuple[SpendingGroup, Work]]:
     import pyarrow.compute as pc
 
     finished_at = table.column("finished_at")
     table = table.append_column("day", pc.cast(pc.floor(pc.divide(finished_at, float(DAY_S))), "int64"))
     table = table.append_column("request_s", pc.subtract(finished_at, table.column("started_at")))
-    sums = table.group_by(list(_GROUP), use_threads=False).aggregate(
-        [(name, "sum") for name in (*UNIT_COUNTS[:2], *_SUMMED)]
+    sums = table.group_by(list(_GROUP_FIELDS), use_threads=False).aggregate(
+        [(name, "sum") for name in (*UNIT_COUNTS[:2], *_SUMMED_FIELDS)]
     )
     for row in sums.to_pylist():
-        group = SpendingGroup(**{name: row[name] for name in _GROUP} | {"tags": row["tags"] or NO_TAGS})
+        group = SpendingGroup(**{name: row[name] for name in _GROUP_FIELDS} | {"tags": row["tags"] or NO_TAGS})
         num_requests = row["num_rows_sum"] + row["num_failed_rows_sum"]
-        yield group, Work(num_requests=num_requests, **{name: row[f"{name}_sum"] for name in _SUMMED})
+        yield group, Work(num_requests=num_requests, **{name: row[f"{name}_sum"] for name in _SUMMED_FIELDS})
 
 
 def _schema() -> "pa.Schema":

@@ -1,7 +1,7 @@
 """Savings from drafters and spot machines, and the cost of prompts and generation.
 
-A request has one step per draft. With `n` concurrent requests it is billed 1/n of each step of `step_s` seconds. The
-rest of its busy seconds is the cost of its prompt. Without the drafter it would need one step per token:
+A request has one step per draft. With `n` concurrent requests, each is billed 1/n of each step of `step_s` seconds. The
+rest of a request's busy seconds is the cost of its prompt. Without the drafter, it would need one step per token:
 
     generation           drafts x step_s / n
     without a drafter    generation x acceptance length / break-even acceptance length
@@ -54,7 +54,7 @@ class Savings:
     sources: frozenset[str] = frozenset()
 
     def __add__(self, other: Self) -> Self:
-        sums = {name: getattr(self, name) + getattr(other, name) for name in _ADDED}
+        sums = {name: getattr(self, name) + getattr(other, name) for name in _ADDED_FIELDS}
         return type(self)(
             **sums,
             is_error_known=self.is_error_known and other.is_error_known,
@@ -88,7 +88,7 @@ class Savings:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the savings for JSON. None is unknown or not applicable, `usd` is the amount saved."""
+        """Return the savings for JSON. None means unknown or not applicable; `usd` is the amount saved."""
         is_compared, is_spot, is_split = self.drafted_usd > 0, self.spot_usd > 0, bool(self.sources)
 
         def usd(amount: float, *, is_known: bool) -> float | None:
@@ -118,7 +118,7 @@ class Savings:
 
 
 _DECIMALS = 9  # of dollars and of the break-even
-_ADDED = tuple(field.name for field in fields(Savings) if field.name not in ("is_error_known", "sources"))
+_ADDED_FIELDS = tuple(field.name for field in fields(Savings) if field.name not in ("is_error_known", "sources"))
 
 
 def work_savings(work: Work, *, has_drafter: bool, baseline: Baseline | None) -> Savings:
@@ -128,7 +128,7 @@ def work_savings(work: Work, *, has_drafter: bool, baseline: Baseline | None) ->
     has_known_steps = not has_drafter or work.num_drafts > 0 or num_later_tokens == 0
     if baseline is None or not has_known_steps or not work.busy_s or not work.request_s:
         return Savings(unsplit_usd=work.usd, uncompared_usd=work.usd if has_drafter else 0.0)
-    times = baseline.at(work.request_s / work.busy_s)
+    times = baseline.at(work.request_s / work.busy_s)  # at the mean concurrency
     generation_s = num_steps * times.step_s / times.concurrency
     generation_usd = work.usd * min(generation_s / work.busy_s, 1.0)
     cost_split = Savings(

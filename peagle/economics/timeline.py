@@ -20,7 +20,7 @@ from peagle.economics.usage import EngineSession, UnitUsage
 NUM_STEPS = 120
 MAX_ENGINES = 12  # states are shown for these; costs include all
 _MIN_GAP = 1 / 240  # as a fraction of the run: shorter gaps between units are drawn as busy
-_DIGITS = 3  # of a second
+_DECIMALS = 3  # of seconds and of tokens/s
 Span = tuple[float, float]
 
 
@@ -38,6 +38,8 @@ class _SessionUnits:
 
 
 class UnitTimes:
+    """Records when committed units ran, and computes the timeline from these times."""
+
     def __init__(self) -> None:
         self._by_session: defaultdict[str, _SessionUnits] = defaultdict(_SessionUnits)
 
@@ -63,30 +65,35 @@ class UnitTimes:
             return None
         step_s = clock.total_s / NUM_STEPS
         tokens, usd = [0.0] * NUM_STEPS, [0.0] * NUM_STEPS
-        lanes: defaultdict[int, list[tuple[EngineSession, Shares]]] = defaultdict(list)
+        sessions_by_engine: defaultdict[int, list[tuple[EngineSession, Shares]]] = defaultdict(list)
         for session in sessions:
             session_units = units[session.session_id]
-            for start, end, count in zip(session_units.starts, session_units.ends, session_units.tokens, strict=True):
-                _spread(tokens, clock.at(start) / step_s, clock.at(end) / step_s, count / step_s)
+            for start, end, num_tokens in zip(
+                session_units.starts, session_units.ends, session_units.tokens, strict=True
+            ):
+                _spread(tokens, clock.at(start) / step_s, clock.at(end) / step_s, num_tokens / step_s)
             (seconds,) = shares_by_period([session], [session_units.busy_s])
             cost = seconds.total * session.num_devices * price.usd_per_device_s
             end = session_units.end(session)
             _spread(usd, clock.at(session.started_at) / step_s, clock.at(end) / step_s, cost)
-            lanes[session.engine_index].append((session, seconds))
+            sessions_by_engine[session.engine_index].append((session, seconds))
+        shown_engines = sorted(sessions_by_engine)[:MAX_ENGINES]
         return {
             "started_at": clock.starts[0],
             "total_s": clock.total_s,
             "step_s": step_s,
-            "tokens_per_s": [round(value, _DIGITS) for value in tokens],
+            "tokens_per_s": [round(value, _DECIMALS) for value in tokens],
             "usd": list(accumulate(usd)),
             "pauses": clock.pauses(),
-            "num_engines": len(lanes),
-            "engines": [self._lane(index, lanes[index], clock) for index in sorted(lanes)[:MAX_ENGINES]],
+            "num_engines": len(sessions_by_engine),
+            "engines": [self._engine_timeline(index, sessions_by_engine[index], clock) for index in shown_engines],
         }
 
-    def _lane(self, index: int, sessions: Sequence[tuple[EngineSession, Shares]], clock: "_Clock") -> dict[str, Any]:
+    def _engine_timeline(
+        self, index: int, sessions: Sequence[tuple[EngineSession, Shares]], clock: "_Clock"
+    ) -> dict[str, Any]:
         spans = [
-            (state, round(clock.at(start), _DIGITS), round(clock.at(end), _DIGITS))
+            (state, round(clock.at(start), _DECIMALS), round(clock.at(end), _DECIMALS))
             for session, seconds in sorted(sessions, key=lambda pair: pair[0].started_at)
             for state, (start, end) in self._states(session, seconds.lost, clock.total_s * _MIN_GAP)
         ]

@@ -13,17 +13,17 @@ from peagle.errors import ConfigError, EngineError
 
 # In vLLM, the variable only limits the wait for the engine's ready message, the last part of a start.
 TIMEOUT_VARIABLE = "VLLM_ENGINE_READY_TIMEOUT_S"
-DEFAULT_S = 3600
+DEFAULT_S = 3600  # time limit of a start
 TIMEOUT_PATTERN = r"the engine did not start within \d+ s"
 _UNWIND_S = 60.0  # for vLLM to notice that its processes have died
 
 
 def start_limit_s() -> int:
-    """Return the maximum seconds that an engine may take to start; a ConfigError names an invalid variable."""
-    text = os.environ.get(TIMEOUT_VARIABLE) or str(DEFAULT_S)
-    if not text.strip().isdecimal() or int(text) == 0:
-        raise ConfigError(f"{TIMEOUT_VARIABLE}: must be a whole number of seconds above 0, not {text!r}")
-    return int(text)
+    """Return the maximum seconds that an engine may take to start. Raises ConfigError if the variable is invalid."""
+    value = os.environ.get(TIMEOUT_VARIABLE) or str(DEFAULT_S)
+    if not value.strip().isdecimal() or int(value) == 0:
+        raise ConfigError(f"{TIMEOUT_VARIABLE}: must be a whole number of seconds above 0, not {value!r}")
+    return int(value)
 
 
 @contextlib.contextmanager
@@ -81,7 +81,7 @@ def interruptible() -> Iterator[None]:
     """Let Ctrl-C, SIGINT and SIGTERM end the block immediately.
 
     vLLM (0.24 and 0.29, `utils/network_utils.py: zmq_socket_ctx`) swallows a KeyboardInterrupt while it waits for its
-    core to start. The same signal has ended the core, but vLLM waits for ten minutes.
+    core to start. The same signal has ended the core, so vLLM would wait for ten minutes.
 
     Has no effect outside the main thread, or if a signal is ignored or has no Python handler.
 

@@ -34,7 +34,7 @@ ASSUMED_START_S = 300.0  # start time of an engine with published speeds
 def _applicable_prices(
     config: PlanConfig, sweeps: Sequence[Sweep], table: PriceTable, reasons: list[str]
 ) -> list[tuple[Sweep, Price]]:
-    """Return the pairs of a sweep and a price to which its speeds apply. Extends `reasons` with why others do not."""
+    """Return the pairs of a sweep and a price to which its speeds apply. Add to `reasons` why others do not match."""
     applicable: list[tuple[Sweep, Price]] = []
     mismatches: dict[str, list[str]] = {}
     for sweep in sweeps:
@@ -48,7 +48,7 @@ def _applicable_prices(
         if name not in applicable_types:
             raise ConfigError(
                 "\n  ".join(dict.fromkeys(messages)),
-                hint=f"measure on it: {' or '.join(dict.fromkeys(sweep.remeasure for sweep in sweeps))}; "
+                hint=f"measure on this type: {' or '.join(dict.fromkeys(sweep.remeasure for sweep in sweeps))}; "
                 "or use instance types with the same accelerator",
             )
         reasons += messages
@@ -363,6 +363,6 @@ def with_acceptance_factor(cell: Cell, factor: float) -> Cell:
 
 def _lost_s(cell: Cell) -> float:
     if cell.response_tokens is None:
-        return 60.0  # an assumption
+        return 60.0  # seconds, an assumption
     # Open units have 3 rows per concurrent request (peagle/corpus/cutting.py); on average half of this work is lost.
     return 3 / 2 * cell.concurrency * cell.response_tokens / cell.output_tokens_per_s

@@ -58,7 +58,7 @@ def make_plan(config: PlanConfig) -> dict[str, Any]:
         "notes": [
             *([f"{sweep.name}: {caveat}" for sweep in sweeps for caveat in sweep.caveats]),
             *reasons,
-            *_doubt_notes(chosen),
+            *_notes_on_chosen(chosen),
         ],
     }
 
@@ -122,7 +122,7 @@ def _sensitivity(chosen: Option, config: PlanConfig) -> list[dict[str, Any]]:
 
 
 def _break_even(chosen: Option, config: PlanConfig) -> float | None:
-    """Return the acceptance length below which running without a drafter, at its best concurrency, is cheaper."""
+    """Return the acceptance length below which the fastest possible cell without a drafter is cheaper."""
     length = chosen.cell.acceptance_length
     undrafted = [
         cell
@@ -160,7 +160,7 @@ def _is_possible(option: Option | None, config: PlanConfig) -> bool:
     return option is not None and exceeded_limit(option, config) is None
 
 
-def _doubt_notes(chosen: Option) -> list[str]:
+def _notes_on_chosen(chosen: Option) -> list[str]:
     cell, price = chosen.cell, chosen.machine.price
     notes = [f"The price might be wrong: {price.doubt}."] if price.doubt else []
     if cell.spread:

@@ -59,9 +59,9 @@ def refused_field(url: str, values: Mapping[str, Any], *, in_bulk: bool, has_par
         field = FIELDS.get(name)
         if field is None or url not in field.urls:
             supported = [
-                key
-                for key, other in FIELDS.items()
-                if url in other.urls and other.use in ("honoured", "parsed", "online")
+                known_name
+                for known_name, known_field in FIELDS.items()
+                if url in known_field.urls and known_field.use in ("honoured", "parsed", "online")
             ]
             return Refused(field=name, value=value, why="unknown field", hint=did_you_mean(name, supported))
         in_bulk_refused = field.use == "online" or (field.use == "parsed" and not has_parser)

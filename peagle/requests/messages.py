@@ -11,11 +11,11 @@ from jinja2 import nodes, sandbox
 _TEXT_PARTS = ("text", "refusal", "thinking")  # each part's text is under a key of the same name
 # An assistant message with one of these fields needs no content.
 _CONTENT_REPLACEMENTS = ("tool_calls", "reasoning", "reasoning_content", "refusal")
-_REQUIRED = "it needs a role and text content"
+_NEEDS_ROLE_AND_TEXT = "it needs a role and text content"
 
 
 def parse_messages(value: Any, *, keep_parts: bool = False) -> list[dict[str, Any]] | str:
-    """Return the messages, or the end of an error message, which the caller starts with their location.
+    """Return the messages, or the end of an error message. The caller prepends the location of the messages.
 
     `value` may be JSON text, as in CSV. As in vLLM, each message gets text as its content: text parts are joined by
     newlines, and an assistant message with only tool calls gets "". Arguments of tool calls become objects.
@@ -49,7 +49,7 @@ def message_error(message: Mapping[str, Any]) -> str | None:
         return 'its tool_calls must be a list of {"type": "function", "function": {"name": ..., "arguments": ...}}'
     is_optional = message.get("role") == "assistant" and any(message.get(name) for name in _CONTENT_REPLACEMENTS)
     if message.get("content") in (None, []) and not is_optional:
-        return _REQUIRED
+        return _NEEDS_ROLE_AND_TEXT
     return None
 
 
@@ -66,12 +66,12 @@ def kind_of(value: Any) -> str:
 
 def _parse(message: Any, keep_parts: bool) -> dict[str, Any] | str:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        return _REQUIRED
+        return _NEEDS_ROLE_AND_TEXT
     if error := message_error(message):
         return error
     texts = _texts(message.get("content"))
     if texts is None:
-        return _REQUIRED
+        return _NEEDS_ROLE_AND_TEXT
     # In columnar files every struct has every key, so null means not set.
     parsed = {key: item for key, item in message.items() if item is not None}
     if (reasoning := parsed.get("reasoning", parsed.get("reasoning_content"))) is not None:
@@ -93,8 +93,8 @@ def _texts(content: Any) -> list[str] | None:
         return None
     texts = []
     for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
-        text = part.get(kind) if kind in _TEXT_PARTS else None
+        part_type = part.get("type") if isinstance(part, dict) else None
+        text = part.get(part_type) if part_type in _TEXT_PARTS else None
         if not isinstance(text, str):
             return None
         texts.append(text)
@@ -170,13 +170,13 @@ def _is_content(node: nodes.Node | None) -> bool:
 
 def _merge_system_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Merge all system messages into one at the beginning."""
-    system = [index for index, message in enumerate(messages) if message["role"] == "system"]
-    if system == [0]:
+    system_indices = [index for index, message in enumerate(messages) if message["role"] == "system"]
+    if system_indices == [0]:
         return messages
-    texts = [text for index in system if (text := _text(messages[index]["content"]))]
+    texts = [text for index in system_indices if (text := _joined_text(messages[index]["content"]))]
     others = [message for message in messages if message["role"] != "system"]
     return [{"role": "system", "content": "\n\n".join(texts)}, *others]
 
 
-def _text(content: Any) -> str:
+def _joined_text(content: Any) -> str:
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)

@@ -169,7 +169,7 @@ class PromptBuilder:
         try:
             text = self._render_chat(body) if body.is_chat else body.content
             token_ids = list(self._tokenizer.encode(text, **options))
-        except Exception as error:  # templates reject roles, and filters raise various errors
+        except Exception as error:  # a template may reject roles, and its filters raise various errors
             # Clients of a batch see this: include the template's own message, but not Python's.
             reason = str(error) if type(error).__name__ == "TemplateError" else "unexpected value"
             return RowError(reason="template_error", message=f"the chat template failed: {reason}")
@@ -179,8 +179,9 @@ class PromptBuilder:
         if not token_ids:
             return RowError(reason="empty_prompt", message="the prompt has no tokens")
         if len(token_ids) >= self._max_model_len:
-            limit = f"the limit is {self._max_model_len}, including the response"
-            message = f"the prompt has {len(token_ids)} tokens; {limit}"
+            message = (
+                f"the prompt has {len(token_ids)} tokens; the limit is {self._max_model_len}, including the response"
+            )
             return RowError(reason="prompt_too_long", message=message)
         return token_ids
 
@@ -202,7 +203,7 @@ class PromptBuilder:
 
     def _messages(self, value: Any, where: str, tools: Any = None) -> list[dict[str, Any]] | RowError:
         messages_or_error = parse_messages(value, keep_parts=expects_parts(self._chat_template(tools)))
-        if isinstance(messages_or_error, str):
+        if isinstance(messages_or_error, str):  # such as ", message 0: ..."
             return RowError(reason="invalid_messages", message=f"{where}{messages_or_error}")
         return messages_or_error
 
@@ -212,8 +213,8 @@ class PromptBuilder:
         if self.spec.system_prompt is not None:
             messages = [{"role": "system", "content": self.spec.system_prompt}, *messages]
         messages = convert_messages(messages, self._chat_template(body.template.get("tools")))
-        template = {"add_generation_prompt": True, **body.template}
-        return self._tokenizer.apply_chat_template(messages, tokenize=False, **template)
+        template_arguments = {"add_generation_prompt": True, **body.template}
+        return self._tokenizer.apply_chat_template(messages, tokenize=False, **template_arguments)
 
     def _chat_template(self, tools: Any) -> str:
         """Return the text of the chat template. A model may have a separate template for requests with tools."""

@@ -55,7 +55,7 @@ class Finding:
 
 @dataclass(kw_only=True)
 class FilesAudit:
-    """The findings in a run directory."""
+    """The findings in a run directory, and its counts."""
 
     findings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -200,7 +200,7 @@ def audit_files(run: RunDirectory, manifest: dict[str, Any]) -> FilesAudit:
     audit.num_units_planned, audit.num_rows_planned = len(plan.units), plan.num_rows
     _check_plan(audit, plan, manifest)
     retried_rows = plan.retried_rows()
-    # Retried rows are indices of the span, which `row_id` takes if `rows` is None.
+    # Retried rows are positions in the unit's span. `row_id` expects such positions only if `rows` is None.
     whole_units = (replace(unit, rows=None) for unit in plan.units if unit.unit in retried_rows)
     retried = {unit.unit: frozenset(map(unit.row_id, retried_rows[unit.unit])) for unit in whole_units}
     units = _audit_units(audit, run, plan, manifest, retried)
@@ -214,7 +214,7 @@ def audit_files(run: RunDirectory, manifest: dict[str, Any]) -> FilesAudit:
 
 
 def _check_plan(audit: FilesAudit, plan: Plan, manifest: dict[str, Any]) -> None:
-    """Check that the plan belongs to this run, and that its units have no gap."""
+    """Check that the plan is for the run's corpus, and that unit numbers and row ids have no gaps."""
     if plan.corpus_fingerprint != manifest["fingerprint"]["corpus"]["content"]:
         audit.add("plan", manifest["plan"], "the plan is for a different corpus than run.json")
     next_id = 0
@@ -232,7 +232,7 @@ def _audit_units(
     expected_values = {"model": manifest["run"]["model"], "drafter": manifest["run"]["drafter"]}
     planned = {unit.unit: unit for unit in plan.units}
     audits = {}
-    for name in _names(run.data):
+    for name in _list_names(run.data):
         match = _FILES_BY_FOLDER["data"].fullmatch(name)
         if match is None:
             continue  # `_check_other_files` reports it
@@ -262,7 +262,7 @@ def _count_totals(audit: FilesAudit, plan: Plan, units: dict[int, "UnitAudit"], 
 def _check_retries(audit: FilesAudit, plan: Plan, units: dict[int, "UnitAudit"], retried: RetriedIds) -> None:
     """Check that retries cover all dead letters of a unit, each once."""
     planned = {unit.unit: unit for unit in plan.units}
-    num_retries: Counter[tuple[int, int]] = Counter()  # of each (unit, row)
+    num_retries: Counter[tuple[int, int]] = Counter()  # by (unit, position of the row)
     for unit in plan.units:
         if unit.supersedes is not None:
             num_retries.update((unit.supersedes, row) for row in unit.rows or ())
@@ -306,7 +306,7 @@ def _check_ledger(audit: FilesAudit, run: RunDirectory, units: dict[int, "UnitAu
 
 def _read_sessions(audit: FilesAudit, run: RunDirectory) -> dict[str, EngineSession]:
     sessions: dict[str, EngineSession] = {}
-    for name in _names(run.ledger):
+    for name in _list_names(run.ledger):
         if not _FILES_BY_FOLDER["ledger"].fullmatch(name):
             continue  # `_check_other_files` reports it
         try:
@@ -326,13 +326,13 @@ def _check_other_files(audit: FilesAudit, run: RunDirectory, plan_name: str, val
     """Check that there are no foreign files, and no leftovers once the run is finished."""
     lease = read_lease(run.root)
     leftovers = []
-    for name in _names(run.root):
+    for name in _list_names(run.root):
         if name.endswith(TEMPORARY_SUFFIX) or (PLAN_FILE.fullmatch(name) and name != plan_name):
             leftovers.append(name)
         elif not _ROOT_NAMES.fullmatch(name) and name != plan_name:
             audit.add("foreign", name, "not a file of a run")
     for folder, pattern in _FILES_BY_FOLDER.items():
-        for name in _names(run.root / folder):
+        for name in _list_names(run.root / folder):
             where = f"{folder}/{name}"
             is_orphan = folder == "suspects" or (folder == "failed" and name not in valid_letter_files)
             if name.endswith(TEMPORARY_SUFFIX) or (pattern.fullmatch(name) and is_orphan):
@@ -373,9 +373,9 @@ def _check_input(audit: FilesAudit, plan: Plan, manifest: dict[str, Any]) -> Non
     """Check that the input has not changed since the run was planned. Missing input is only a note."""
     formats = {unit.span.path: unit.span.format for unit in plan.units}
     files: list[SourceFile] = []
-    for path, kind in formats.items():
+    for path, input_format in formats.items():
         try:
-            files += discover(path, kind)
+            files += discover(path, input_format)
         except InputError as error:
             if "://" in path or not Path(path).exists():
                 audit.notes.append(f"the input was not compared: {error.message}")
@@ -408,15 +408,15 @@ def _is_configured_corpus_same(plan: Plan, config: dict[str, Any], limit: int | 
         return False
 
 
-def _names(folder: StoragePath) -> list[str]:
+def _list_names(folder: StoragePath) -> list[str]:
     return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
 
 
 # --- one unit
 
 _LETTER_KEYS = {"id", "unit", "attempt", "reason", "message", "row"}
-_TOKENS = ("num_prompt_tokens", "num_cached_tokens", "num_output_tokens")
-_DRAFTS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+_TOKEN_COLUMNS = ("num_prompt_tokens", "num_cached_tokens", "num_output_tokens")
+_DRAFT_COLUMNS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
 _MAX_IDS_SHOWN = 3
 
 
@@ -466,7 +466,7 @@ def audit_unit(
         return UnitAudit(findings=(finding,), usage=usage, dead_letters_name=name, num_rows=table.num_rows)
     letters, damage = _read_letters(run, unit, name)
     table = table.rename_columns(internal_names(table.schema))
-    rows = table.select(["id", "model", "drafter", *_TOKENS, *_DRAFTS]).to_pylist()
+    rows = table.select(["id", "model", "drafter", *_TOKEN_COLUMNS, *_DRAFT_COLUMNS]).to_pylist()
     ids, letter_ids = [row["id"] for row in rows], [letter["id"] for letter in letters]
     problems = [("usage", message) for message in _usage_problems(usage, rows, None if damage else len(letters))]
     if not damage:  # if dead letters are unreadable, failed rows would seem lost
@@ -520,7 +520,7 @@ def _read_letters(run: RunDirectory, unit: WorkUnit, name: str) -> tuple[list[di
 def _id_problems(
     unit: WorkUnit, ids: Sequence[str], letter_ids: Sequence[str], retried: frozenset[str]
 ) -> Iterator[tuple[str, str]]:
-    """Check that each planned id is in exactly one row or dead letter, and a retried id in no row."""
+    """Yield problems (kind, message): ids not in exactly one row or dead letter, and retried ids with a row here."""
     planned = {unit.row_id(index) for index in range(unit.num_rows)}
     counts = Counter(ids) + Counter(letter_ids)
     if missing := planned - retried - counts.keys():
@@ -534,23 +534,26 @@ def _id_problems(
 
 
 def _usage_problems(usage: UnitUsage, rows: Sequence[dict[str, Any]], num_letters: int | None) -> Iterator[str]:
-    """Compare the usage in a file's footer with its rows. `num_letters` is None if the dead letters cannot be read."""
+    """Compare the usage in a file's footer with its rows and dead letters.
+
+    `num_letters` is None if the dead letters cannot be read.
+    """
     recorded = {
         "num_rows": usage.num_rows,
         "num_failed_rows": usage.num_failed_rows,
-        **{name: getattr(usage, name) for name in _TOKENS},
-        **{name: getattr(usage.speculation, name) for name in _DRAFTS},
+        **{name: getattr(usage, name) for name in _TOKEN_COLUMNS},
+        **{name: getattr(usage.speculation, name) for name in _DRAFT_COLUMNS},
     }
     counted = {
         "num_rows": len(rows),
         "num_failed_rows": usage.num_failed_rows if num_letters is None else num_letters,
-        **{name: sum(row[name] or 0 for row in rows) for name in (*_TOKENS, *_DRAFTS)},
+        **{name: sum(row[name] or 0 for row in rows) for name in (*_TOKEN_COLUMNS, *_DRAFT_COLUMNS)},
     }
     for name, value in recorded.items():
         if value != counted[name]:
-            yield f"{name} is {value:,} in the footer, but {counted[name]:,} in the rows"
+            yield f"{name} is {value:,} in the footer, but {counted[name]:,} were counted"
 
 
 def _first_ids(ids: Any) -> str:
-    text = ", ".join(sorted(map(str, ids))[:_MAX_IDS_SHOWN])
-    return text if len(ids) <= _MAX_IDS_SHOWN else f"{text}, ... ({len(ids):,} ids)"
+    first = ", ".join(sorted(map(str, ids))[:_MAX_IDS_SHOWN])
+    return first if len(ids) <= _MAX_IDS_SHOWN else f"{first}, ... ({len(ids):,} ids)"

@@ -11,7 +11,7 @@ MIN_ROWS_FOR_SHARE = 100  # with fewer rows, a share is not meaningful
 
 _DURATION = re.compile(r"(?=\d)(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", re.IGNORECASE)
 _TOO_FAR = "the time is too far in the future"
-_DEADLINE_FORMS = "a time of day (18:30), a timestamp (2026-11-30T18:30:00+01:00), a duration (2h30m) or none"
+_DEADLINE_FORMS = "must be a time of day (18:30), a timestamp (2026-11-30T18:30:00+01:00), a duration (2h30m) or none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class MaxFailedRows:
         """Parse `N` or `P%`; raises ValueError if the text has neither form."""
         match = re.fullmatch(r"(\d+(?:\.\d+)?)%|(\d+)", text.strip())
         if match is None or (match[1] and float(match[1]) > 100):
-            raise ValueError("a number of rows or a share such as 5%")
+            raise ValueError("must be a number of rows or a share such as 5%")
         return cls(share=float(match[1]) / 100) if match[1] else cls(count=int(match[2]))
 
     def is_exceeded(self, num_failed_rows: int, num_processed_rows: int) -> bool:
@@ -71,11 +71,12 @@ def find_reached_limit(limits: Limits, situation: Situation) -> ReachedLimit | N
 
     Example: with a budget of 10 USD and a reserve of 0.40 USD, the run is stopped at 9.60 USD.
     """
-    failed, done = situation.num_failed_rows, situation.num_processed_rows
-    if limits.max_failed_rows is not None and limits.max_failed_rows.is_exceeded(failed, done):
+    num_failed, num_processed = situation.num_failed_rows, situation.num_processed_rows
+    if limits.max_failed_rows is not None and limits.max_failed_rows.is_exceeded(num_failed, num_processed):
         return ReachedLimit(
             limit="failed_rows",
-            message=f"{failed} of {done} rows are dead letters, more than --max-failed-rows {limits.max_failed_rows}",
+            message=f"{num_failed} of {num_processed} rows are dead letters, more than --max-failed-rows "
+            f"{limits.max_failed_rows}",
         )
     if limits.budget_usd is not None and situation.spent_usd + limits.reserve_usd >= limits.budget_usd:
         spent, reserve = format_usd(situation.spent_usd), format_usd(limits.reserve_usd)
@@ -85,10 +86,10 @@ def find_reached_limit(limits: Limits, situation: Situation) -> ReachedLimit | N
             f"down may cost {reserve}",
         )
     if limits.deadline_at is not None and situation.now + limits.reserve_s >= limits.deadline_at:
-        at = datetime.datetime.fromtimestamp(limits.deadline_at).astimezone()
+        deadline = datetime.datetime.fromtimestamp(limits.deadline_at).astimezone()
         return ReachedLimit(
             limit="deadline",
-            message=f"the deadline {at:%Y-%m-%d %H:%M:%S %z} is near: shutdown may take {limits.reserve_s:g} s",
+            message=f"the deadline {deadline:%Y-%m-%d %H:%M:%S %z} is near: shutdown may take {limits.reserve_s:g} s",
         )
     return None
 
@@ -97,8 +98,8 @@ def parse_deadline(text: str, now: datetime.datetime) -> float | None:
     """Parse a deadline into Unix seconds; raises ValueError if the text is invalid or the time too far in the future.
 
     A time of day means its next occurrence; a duration counts from `now`. A local time has the UTC offset of its
-    own date. If a clock change makes it ambiguous, the first future moment is used; if a clock change skips it, it is
-    shifted by the change. A deadline without a time zone uses that of `now`, or this machine's.
+    own date. If clocks show that time twice, the first future moment is used; if a clock change skips it, it is shifted
+    by the change. A deadline without a time zone uses the zone of `now`, or of this machine.
     """
     text = text.strip()
     if text.lower() == "none":
@@ -112,19 +113,19 @@ def parse_deadline(text: str, now: datetime.datetime) -> float | None:
         next_days = (today + datetime.timedelta(days=day) for day in range(3))
         return next(moment for day in next_days for moment in _moments(day) if moment > now.timestamp())
     try:
-        at = datetime.datetime.fromisoformat(text)
+        deadline = datetime.datetime.fromisoformat(text)
     except ValueError as error:
         raise ValueError(_DEADLINE_FORMS) from error
     try:
-        moments = _moments(at if at.tzinfo else at.replace(tzinfo=now.tzinfo))
+        moments = _moments(deadline if deadline.tzinfo else deadline.replace(tzinfo=now.tzinfo))
     except (OverflowError, ValueError, OSError) as error:
         raise ValueError(_TOO_FAR) from error
     return _require_formattable(next((moment for moment in moments if moment > now.timestamp()), moments[0]))
 
 
-def _moments(at: datetime.datetime) -> list[float]:
-    """Return a local time in Unix seconds: two moments if the clocks go back over it."""
-    first, second = (at.replace(fold=fold).timestamp() for fold in (0, 1))
+def _moments(local_time: datetime.datetime) -> list[float]:
+    """Return the moments of a local time, in Unix seconds: two if clocks are set back and show the time twice."""
+    first, second = (local_time.replace(fold=fold).timestamp() for fold in (0, 1))
     return [first, second] if first < second else [first]  # in a skipped hour, the second is earlier
 
 

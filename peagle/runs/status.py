@@ -1,4 +1,4 @@
-"""The status and the cost of a run, read from its directory only, so that any machine can show them."""
+"""The status and the cost of a run. Any machine that can read the run directory can show them."""
 
 import time
 from collections import Counter
@@ -87,40 +87,42 @@ class StatusReader:
         reasons = sum((self._reasons[unit] for unit in committed - self._run.superseded()), Counter[str]())
         usages = [self._usages[unit] for unit in sorted(committed)]
         state = _state(plan, committed, lease)
-        alive: list[EngineSession] = []
+        live: list[EngineSession] = []
         if state == "running" and lease is not None:
-            alive = live_sessions(sessions, since=lease.since, silent_after_s=self._silent_after_s(lease))
+            live = live_sessions(sessions, since=lease.since, silent_after_s=self._silent_after_s(lease))
         # A unit that was committed since the sessions were read may belong to a new session.
         session_ids = {session.session_id for session in sessions}
         usages = [usage for usage in usages if usage.session_id in session_ids]
         price = Price.from_dict(self._manifest["price"])
-        total = account(usages, sessions, price)
+        run_account = account(usages, sessions, price)
         committed_tokens: Counter[str] = Counter()
         for usage in usages:
             committed_tokens[usage.session_id] += usage.num_output_tokens
-        num_open = sum(max(0, s.num_output_tokens - committed_tokens[s.session_id]) for s in alive)
-        num_left = plan.num_rows - total.num_rows - reasons.total()
-        speed = tokens_per_s(alive)
+        num_open_tokens = sum(max(0, s.num_output_tokens - committed_tokens[s.session_id]) for s in live)
+        num_rows_left = plan.num_rows - run_account.num_rows - reasons.total()
+        speed = tokens_per_s(live)
         return RunStatus(
             path=str(self._run),
             state=state,
             driver=_describe_driver(state, lease),
-            num_engines=len(alive),
+            num_engines=len(live),
             num_units=len(plan.units),
             num_units_done=len(committed),
             num_rows=plan.num_rows,
-            num_rows_done=total.num_rows,
+            num_rows_done=run_account.num_rows,
             num_failed_rows=reasons.total(),
-            num_rows_left=num_left,
+            num_rows_left=num_rows_left,
             failed_by_reason=dict(reasons.most_common()),
-            num_output_tokens=total.num_output_tokens,
-            num_lost_tokens=total.num_lost_tokens - num_open,
-            num_open_tokens=num_open,
+            num_output_tokens=run_account.num_output_tokens,
+            num_lost_tokens=run_account.num_lost_tokens - num_open_tokens,
+            num_open_tokens=num_open_tokens,
             tokens_per_s=speed,
-            acceptance_length=total.speculation.acceptance_length,
-            usd=total.total_usd,
+            acceptance_length=run_account.speculation.acceptance_length,
+            usd=run_account.total_usd,
             price=format_price(price.to_dict()) + (f"; {FAKE_ENGINE}" if uses_fake_engine(self._manifest) else ""),
-            seconds_left=seconds_left(num_left, plan.num_rows - num_left, total.num_output_tokens, speed or 0.0),
+            seconds_left=seconds_left(
+                num_rows_left, plan.num_rows - num_rows_left, run_account.num_output_tokens, speed or 0.0
+            ),
         )
 
     def _silent_after_s(self, lease: Lease | None) -> float:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from peagle.storage.s3_client import Address, ObjectStore
 
 SCHEME = "s3://"
-READ_AHEAD_BYTES = 1 << 22  # in the memory of each open object
+READ_AHEAD_BYTES = 1 << 22  # 4 MiB of memory for each open object
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +76,8 @@ class S3Path:
 
     def glob(self, pattern: str) -> Iterator["S3Path"]:
         """Yield the entries of the folder that match a pattern of `*` and `?`."""
-        literal = pattern.replace("?", "*").partition("*")[0]
-        for entry in self._store.entries(self._address, literal):
+        name_prefix = pattern.replace("?", "*").partition("*")[0]
+        for entry in self._store.entries(self._address, name_prefix):
             if fnmatchcase(entry.name, pattern):
                 yield S3Path(self.bucket, f"{self.key}/{entry.name}", entry.etag)
 

@@ -47,7 +47,7 @@ def _parse_folder(value: Any) -> StoragePath:
     try:
         str(folder).encode()
     except UnicodeEncodeError as error:  # the working directory may have a name that is not UTF-8
-        raise ValueError(f"its path {os.fsencode(str(folder))!r} is not UTF-8") from error
+        raise ValueError(f"the path {os.fsencode(str(folder))!r} is not UTF-8") from error
     return folder
 
 

@@ -62,7 +62,7 @@ def _check_request(request: RunRequest, directory: RunDirectory, cluster: Connec
 
 
 def require_run_fits(request: RunRequest, directory: RunDirectory) -> None:
-    """Check that the directory can be used for this run. With `retry_failed`, it must contain a run.
+    """Check that the directory can be used for this run. With `retry_failed`, the directory must contain a run.
 
     Raises:
         ConfigError: the directory cannot be used.
@@ -80,8 +80,8 @@ def _hardware_and_plan(
 ) -> tuple[Hardware, Plan]:
     """Return a node's hardware and the plan.
 
-    If an accelerator type is configured, the plan is made before accelerators are requested, so that invalid input is
-    found first. Otherwise the plan depends on the nodes.
+    If the run exists or an accelerator type is configured, the plan comes first, so that invalid input is found before
+    accelerators are requested. Otherwise the plan depends on the nodes.
     """
     if directory.exists or request.config.accelerator_type:
         plan = stored_or_new_plan(request, directory, "cuda")
@@ -165,20 +165,21 @@ def _available_hardware(request: RunRequest, announce: Callable[[str], None]) ->
     if not ray.is_remote():
         return detect_machine()
     config = request.config
-    per_engine, num_nodes, accel_type = config.accelerators_per_engine, config.nodes_per_engine, config.accelerator_type
-    if accel_type is not None:
-        engine = on_accelerators(per_engine, nodes_per_engine=num_nodes, accelerator_type=accel_type)
-        if ray.room_for(engine) < config.engine_range.smallest:
-            require_price(config, engine.accelerator_type)
+    per_engine, num_nodes = config.accelerators_per_engine, config.nodes_per_engine
+    accelerator_type = config.accelerator_type
+    if accelerator_type is not None:
+        placement = on_accelerators(per_engine, nodes_per_engine=num_nodes, accelerator_type=accelerator_type)
+        if ray.room_for(placement) < config.engine_range.smallest:
+            require_price(config, placement.accelerator_type)
         ray.require_capacity(
-            engine,
+            placement,
             config.engine_range.smallest,
             wait_s=config.cluster_wait_s,
             check=request.require_time,
             announce=announce,
         )
     return inspection.inspect(
-        accelerators_per_engine=per_engine, nodes_per_engine=num_nodes, accelerator_type=accel_type
+        accelerators_per_engine=per_engine, nodes_per_engine=num_nodes, accelerator_type=accelerator_type
     )
 
 

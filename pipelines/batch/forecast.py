@@ -55,7 +55,7 @@ class RunForecast:
 
     @property
     def usd_per_h(self) -> float:
-        """The price of an hour of these engines."""
+        """The price of an hour of the engines at the start."""
         return self.run.price.usd_per_device_s * 3600 * self.run.placement.num_devices * self.num_engines
 
     @property
@@ -183,7 +183,7 @@ def _engine_hardware(config: GenerateConfig) -> tuple[Hardware, bool, int]:
         config, config.accelerator_type, num_accelerators=accelerators_per_node
     )
     num_nodes = num_engine_nodes(
-        [],
+        [],  # the nodes are unknown, since Ray is not asked
         hardware,
         num_engines=config.engine_range.smallest,
         accelerators_per_engine=config.accelerators_per_engine,

@@ -82,12 +82,12 @@ def _watch(
         metrics.update(supervisor.tally, supervisor.sessions)
         _show_warnings(supervisor, progress)
         progress.show(supervisor.tally)
-        drafted = supervisor.tally.speculation
+        stats = supervisor.tally.speculation
         if drafter_watch is not None:
-            for note in drafter_watch.new_warnings(
-                num_drafts=drafted.num_drafts, acceptance_length=drafted.acceptance_length
+            for warning in drafter_watch.new_warnings(
+                num_drafts=stats.num_drafts, acceptance_length=stats.acceptance_length
             ):
-                progress.say(note)
+                progress.say(warning)
         if supervisor.ending is not None and not was_already_ending:
             grace = f"running units have {run.config.grace_s:g} s (--grace-s) to be committed"
             progress.say(f"stopping: {supervisor.ending.message}\n{grace}")
@@ -105,10 +105,10 @@ def _show_warnings(supervisor: Supervisor, progress: RunProgress) -> None:
 
 
 def _until_stopped(receipts: "_Receipts", supervisor: Supervisor) -> Iterator[UnitUsage | None]:
-    """Yield receipts.
+    """Yield receipts, or None if there is none yet.
 
-    If a signal has stopped the run, an error ends the iteration without a message, because it may be the signal that
-    ended Ray.
+    If a signal has stopped the run, an error ends the iteration without a message, because the signal may have ended
+    Ray, too.
     """
     try:
         yield from receipts
@@ -166,7 +166,7 @@ def _dataset(run: ResolvedRun, units: Sequence[WorkUnit]) -> Any:
                 max_size=engines.largest,
                 initial_size=engines.at_start(cluster.room_for(run.placement), len(units), calls_per_engine),
                 max_concurrent_calls_per_actor=calls_per_engine,
-                max_tasks_in_flight_per_actor=calls_per_engine + 1,
+                max_tasks_in_flight_per_actor=calls_per_engine + 1,  # one waits in the actor's queue
             ),
             **run.placement.options,
             fn_constructor_args=(stage_run, _start_policy(run)),

@@ -23,7 +23,7 @@ POLL_S = 1.0
 _MAX_GAP_S = 5.0  # a longer gap between two observations counts as this much silence
 _MIN_BLOCKED_S = 10.0  # even a working event loop may respond late on a busy machine
 _FINAL_WRITES_S = 150.0  # requests to a store are retried for two minutes
-_STDERR = 2
+_STDERR = 2  # file descriptor
 _CHECKS_PER_LIMIT = 20  # so that a row's time limit is noticed at most 5 % late
 
 

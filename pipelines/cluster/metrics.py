@@ -16,10 +16,10 @@ from peagle.economics.usage import EngineSession, RequestUsage, UnitUsage
 PREFIX = "ray_"
 _MODEL_LABELS = ("model_name", "drafter")
 _RUN_LABELS = (*_MODEL_LABELS, "run")
-_DURATION_S = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
-_TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
-_TPOT_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
-_TOKENS = tuple(float(4**power) for power in range(14))
+_DURATION_BUCKETS_S = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
+_TTFT_BUCKETS_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
+_TPOT_BUCKETS_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
+_TOKEN_BUCKETS = tuple(float(4**power) for power in range(14))
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,21 +50,21 @@ METRICS = {
             "s",
             "from a request's start in an engine to its end; `error_type` is empty, cut or failed",
             (*_MODEL_LABELS, "error_type"),
-            _DURATION_S,
+            _DURATION_BUCKETS_S,
         ),
         Metric(
             "gen_ai_server_time_to_first_token_seconds",
             "histogram",
             "s",
             "from a request's start in an engine to its first token; only requests whose outcome is ok",
-            boundaries=_TTFT_S,
+            boundaries=_TTFT_BUCKETS_S,
         ),
         Metric(
             "gen_ai_server_time_per_output_token_seconds",
             "histogram",
             "s",
             "mean time per token of a choice after the first token; only requests whose outcome is ok",
-            boundaries=_TPOT_S,
+            boundaries=_TPOT_BUCKETS_S,
         ),
         Metric(
             "gen_ai_client_token_usage",
@@ -72,7 +72,7 @@ METRICS = {
             "tokens",
             "tokens of one request; `gen_ai_token_type` is input or output",
             (*_MODEL_LABELS, "gen_ai_token_type"),
-            _TOKENS,
+            _TOKEN_BUCKETS,
         ),
         Metric("peagle_prompt_tokens_total", "counter", "tokens", "tokens of prompts"),
         Metric("peagle_cached_tokens_total", "counter", "tokens", "tokens of prompts that were in the prefix cache"),
@@ -223,8 +223,8 @@ class UsageMetrics:
         _add(self._accepted, stats.num_accepted_tokens)
         _add(self._lookup, stats.num_lookup_tokens)
         _add(self._dropped, stats.num_dropped_tokens)
-        pairs = zip(stats.accepted_per_position, stats.verified_counts, strict=True)
-        for position, (num_accepted, num_verified) in enumerate(pairs):
+        counts = zip(stats.accepted_per_position, stats.verified_counts, strict=True)
+        for position, (num_accepted, num_verified) in enumerate(counts):
             _add(self._accepted_per_position, num_accepted, position=str(position))
             _add(self._verified_per_position, num_verified, position=str(position))
 

@@ -30,7 +30,7 @@ _JOIN_HINT = (
 )
 # For nodes that a user starts (as in deploy/ray.env): engines get normal priority instead of Ray's niceness of 15.
 NODE_ENVIRONMENT = {"RAY_worker_niceness": "0"}
-IF_LOST = "Work in progress is lost, finished work is saved. It is safe to run the same command again"
+IF_LOST = "Work in progress is lost; finished work is saved. It is safe to run the same command again"
 _abandoned = False
 _vitals: Vitals | None = None
 _exit_code = StoppedEarly.exit_code
@@ -127,7 +127,7 @@ def require_alive() -> None:
 
 def _set_up_environment(*, has_metrics_port: bool) -> None:
     """Set variables for Ray, some of which it reads on import."""
-    # With Ray's default of 15, every other process on the machine would have priority over an engine.
+    # Engines inherit the niceness of this process. With Ray's default of 15, all other processes would have priority.
     os.environ.setdefault("RAY_worker_niceness", str(os.nice(0)))
     # Otherwise a thread that calls Ray after `ray.shutdown` would join any cluster on this machine, or start one.
     os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
@@ -161,7 +161,7 @@ def abandon() -> None:
 
 @contextlib.contextmanager
 def recording_exit_code() -> Iterator[None]:
-    """Record the exit code of this block. After `abandon`, the process ends with this code."""
+    """Record the exit code of the `with` block. After `abandon`, the process ends with this code."""
     global _exit_code
     try:
         yield
@@ -227,11 +227,11 @@ def require_workers(count: int, *, on_gpu: bool) -> None:
     """
     import ray
 
-    kind = "GPU" if on_gpu else "CPU"
-    available = int(ray.cluster_resources().get(kind, 0))
+    resource = "GPU" if on_gpu else "CPU"
+    available = int(ray.cluster_resources().get(resource, 0))
     if available < count:
         raise CapacityError(
-            f"{count} workers need a {kind} each; the cluster has {available}",
+            f"{count} workers need a {resource} each; the cluster has {available}",
             hint=f"use at most --workers {available}" if available else "use --device cpu",
         )
 

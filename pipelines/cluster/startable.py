@@ -16,14 +16,15 @@ from pipelines.cluster import token
 _RAY_SOCKET = "/ray/session_2026-11-25_08-51-03_647271_4194304/sockets/plasma_store"  # the longest path of Ray 2.60
 _MIN_OPEN_FILES = 1024
 _OPEN_FILES_PER_CPU = 16  # Ray starts a worker for each CPU, and its raylet had 11 open files per worker (Ray 2.60)
-_MIN_THREADS = 800  # an endpoint on two cores had 412 threads without its engine (Ray 2.60), an engine has 100 to 200
+_MIN_THREADS = 800  # an endpoint on two cores had 412 threads without its engine (Ray 2.60); an engine has 100 to 200
 _GIB = 1024**3
 _MEMORY_LIMITS = (  # the limit, its name, GiB, and its names in a shell and in limits.conf
     (resource.RLIMIT_AS, "address space", 64, "v", "as"),  # a worker reserves 10 to 20 GiB without using them
     (resource.RLIMIT_DATA, "data", 64, "d", "data"),
     (resource.RLIMIT_FSIZE, "file size", 64, "f", "fsize"),
 )
-_PIDS = (Path("/sys/fs/cgroup/pids.max"), Path("/sys/fs/cgroup/pids/pids.max"))
+# The limit of processes and threads in a container, for cgroup versions 2 and 1.
+_PIDS_MAX_FILES = (Path("/sys/fs/cgroup/pids.max"), Path("/sys/fs/cgroup/pids/pids.max"))
 
 
 def require_startable() -> None:
@@ -67,21 +68,22 @@ def require_threads() -> None:
         needed = num_own_threads + _MIN_THREADS
         limit, _ = resource.getrlimit(resource.RLIMIT_NPROC)
         _require_limit(limit, "processes and threads", needed, f"ulimit -u {needed}", "nproc")
-    for path in _PIDS:
+    for path in _PIDS_MAX_FILES:
         if path.is_file() and (max_pids := path.read_text().strip()).isdecimal():
             current = int(path.with_name("pids.current").read_text())
             if int(max_pids) - current < _MIN_THREADS:
                 raise ConfigError(
                     f"this container is limited to {max_pids} processes and threads and has {current}; Ray and an "
                     f"engine need {_MIN_THREADS:,} more",
-                    hint=f"start it with --pids-limit {current + 2 * _MIN_THREADS}; Kubernetes: podPidsLimit",
+                    hint=f"start the container with --pids-limit {current + 2 * _MIN_THREADS}; on Kubernetes, set "
+                    "podPidsLimit",
                 )
 
 
 def require_memory_limits() -> None:
     """Refuse limits of memory and file size that are too low for Ray."""
-    for kind, name, needed_gib, flag, conf_name in _MEMORY_LIMITS:
-        limit, _ = resource.getrlimit(kind)
+    for limit_id, name, needed_gib, flag, conf_name in _MEMORY_LIMITS:
+        limit, _ = resource.getrlimit(limit_id)
         _require_limit(limit, name, needed_gib * _GIB, f"ulimit -{flag} unlimited", conf_name, unit=_GIB)
 
 
@@ -106,8 +108,8 @@ def _require_limit(limit: int, name: str, needed: int, command: str, conf_name: 
         return
     raise ConfigError(
         f"the limit of {name} is {_amount(limit, unit)}, and Ray and an engine need {_amount(needed, unit)}",
-        hint=f"raise it: `{command}` in this shell; permanently in /etc/security/limits.conf ({conf_name}), systemd or "
-        "the container's --ulimit",
+        hint=f"raise the limit: `{command}` in this shell; permanently in /etc/security/limits.conf ({conf_name}), "
+        "systemd or the container's --ulimit",
     )
 
 

@@ -14,7 +14,7 @@ from peagle.errors import CapacityError, ConfigError
 from peagle.files import write_once
 from peagle.private import SECRET_MODE, user_path
 
-_MODE, _TOKEN, _TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
+_MODE_VARIABLE, _TOKEN_VARIABLE, _TOKEN_PATH_VARIABLE = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 # A harmless call that every Ray cluster answers, or refuses without a token.
 _CALL = "/ray.rpc.NodeInfoGcsService/CheckAlive"
 _TIMEOUT_S = 20.0
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 def is_disabled() -> bool:
-    return os.environ.get(_MODE, "").lower() == "disabled"
+    return os.environ.get(_MODE_VARIABLE, "").lower() == "disabled"
 
 
 def token_file() -> Path:
@@ -48,9 +48,9 @@ def prepare_to_start() -> None:
     """
     if is_disabled():
         return
-    if os.environ.get(_MODE, "").lower() != "token":
-        os.environ.pop(_MODE, None)  # Ray disables tokens for any value but "token", including misspelled ones
-    if os.environ.get(_TOKEN) or os.environ.get(_TOKEN_PATH):
+    if os.environ.get(_MODE_VARIABLE, "").lower() != "token":
+        os.environ.pop(_MODE_VARIABLE, None)  # Ray disables tokens for any value but "token", including misspelled ones
+    if os.environ.get(_TOKEN_VARIABLE) or os.environ.get(_TOKEN_PATH_VARIABLE):
         return
     path = token_file()
     try:
@@ -59,8 +59,8 @@ def prepare_to_start() -> None:
             write_once(path, secrets.token_hex(32).encode(), mode=SECRET_MODE)
     except OSError as error:
         raise ConfigError(
-            f"Ray's token {path}: cannot be written: {error.strerror}",
-            hint=f"set HOME to a folder that this user can write, or {_TOKEN} to a long random string",
+            f"Ray's token file {path} cannot be written: {error.strerror}",
+            hint=f"set HOME to a folder that this user can write to, or {_TOKEN_VARIABLE} to a long random string",
         ) from error
     _make_private(path)
 
@@ -72,8 +72,8 @@ def prepare_to_join() -> None:
     path = token_file()
     if path.is_file():
         _make_private(path)
-    if os.environ.get(_TOKEN) or os.environ.get(_TOKEN_PATH) or path.is_file():
-        os.environ[_MODE] = "token"  # Ray reads this variable on import
+    if os.environ.get(_TOKEN_VARIABLE) or os.environ.get(_TOKEN_PATH_VARIABLE) or path.is_file():
+        os.environ[_MODE_VARIABLE] = "token"  # Ray reads this variable on import
 
 
 def require_token() -> None:
@@ -90,7 +90,8 @@ def require_token() -> None:
     address = ray.get_runtime_context().gcs_address
     if _is_open(address):
         raise ConfigError(
-            f"the Ray cluster at {address} requires no token: anyone who reaches its ports can run code on its nodes",
+            f"the Ray cluster at {address} requires no token: anyone who reaches its ports can run code on "
+            "the cluster's nodes",
             hint=_OPEN_HINT,
         )
 

@@ -22,7 +22,7 @@ from peagle.errors import EngineError
 _POLL_S = 0.5
 _UNWIND_S = 15.0  # time for the main thread to end; calls into a dead Ray may never return
 _CONNECT_S = 2.0
-_REPORT_AFTER_S = 10.0
+_REPORT_AFTER_S = 10.0  # time until an unreachable part is reported
 _RECONNECT_VARIABLE = "RAY_gcs_rpc_server_reconnect_timeout_s"
 _LOCAL_PARTS = {"gcs_server": "control service (gcs_server)", "raylet": "raylet"}
 
@@ -100,7 +100,7 @@ class Vitals:
                         self._unreachable_since.pop(part.name, None)
                         self._reported.discard(part.name)
                     elif self._is_unreachable_too_long(part):
-                        log = f"; its log is {part.log}" if part.log else ""
+                        log = f"; the log is {part.log}" if part.log else ""
                         self._error = RayDied(
                             f"Ray's {part.name} died",
                             hint=f"{self._if_lost}. Often a machine was out of memory (`dmesg`){log}",
@@ -172,7 +172,7 @@ def joined_parts() -> list[Part]:
     context = ray.get_runtime_context()
     node_id = context.get_node_id()
     node = next((node for node in ray.nodes() if node["NodeID"] == node_id), None)
-    # Ray waits this long for its control service, and then exits without a message.
+    # Ray waits 60 s by default for its control service, and then exits without a message. Report it 5 s earlier.
     patience_s = max(float(os.environ.get(_RECONNECT_VARIABLE, "60")) - 5, _REPORT_AFTER_S)
     parts = [_remote_part("control service", context.gcs_address, patience_s)]
     if node is not None:
@@ -203,7 +203,7 @@ def _remote_part(name: str, address: str, patience_s: float) -> Part:
     return Part(name=f"{name} at {address}", is_alive=is_alive, patience_s=patience_s)
 
 
-def _print(text: str) -> None:
+def _print(line: str) -> None:
     """Print a line from any thread. While a command uses Ray, standard error is redirected to a log."""
     with contextlib.suppress(OSError, ValueError):
-        os.write(sys.stdout.fileno(), f"{text}\n".encode(errors="backslashreplace"))
+        os.write(sys.stdout.fileno(), f"{line}\n".encode(errors="backslashreplace"))

@@ -38,14 +38,14 @@ _POLL_S = 0.2
 class Endpoint:
     """An endpoint that was started in the background. It might have exited since."""
 
-    folder: Path  # contains its record, configuration and log
-    state: Path  # its `--state`
+    folder: Path  # contains the record of this endpoint, the configuration and the log
+    state: Path  # the `--state` folder
     url: str
     pid: int
-    born_at: float  # the creation time of its process, which detects a reused pid
+    born_at: float  # the creation time of the process; a reused pid has another one
     started_at: float
-    stop_s: float  # maximum time to stop it
-    model: str = ""  # the name by which clients request its first model
+    stop_s: float  # maximum time until it has stopped
+    model: str = ""  # the name by which clients request the first model
 
     @property
     def name(self) -> str:
@@ -178,7 +178,8 @@ def start(config: ServeConfig, *, port: int) -> Endpoint:
         pid=process.pid,
         born_at=psutil.Process(process.pid).create_time(),
         started_at=started_at,
-        stop_s=2 * max(model.drain_s for model in config.served) + 60.0,  # 60 s to stop Serve and Ray
+        # A new Serve controller waits for `drain_s` again. Serve and Ray have 60 s to stop.
+        stop_s=2 * max(model.drain_s for model in config.served) + 60.0,
         model=config.served[0].served_name,
     )
     endpoint.write()
@@ -209,13 +210,13 @@ def end(endpoint: Endpoint) -> None:
         if time.monotonic() >= deadline:
             raise EngineError(
                 f"the endpoint {endpoint.name} is still running after {endpoint.stop_s:g} s",
-                hint=f"kill {endpoint.pid} stops it immediately; {endpoint.log} may show why",
+                hint=f"`kill {endpoint.pid}` stops it immediately; {endpoint.log} might show why it did not stop",
             )
         time.sleep(_POLL_S)
 
 
 def name_for(config: ServeConfig) -> str:
-    """Return the name of an endpoint: its first model's name, as a valid folder name."""
+    """Return the name of an endpoint: the name of its first model, as a valid folder name."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", config.served[0].served_name).strip("-.") or "endpoint"
 
 

@@ -38,10 +38,10 @@ class CostView:
         self.totals = totals_of(folder)
 
     def report(self, key: str | None = None, window_s: float | None = None) -> dict[str, Any]:
-        """Return usage and cost as JSON, for all time or for the last `window_s` seconds, rounded to
-        minutes (long windows to hours or days).
+        """Return usage and cost as JSON, for all time or for the last `window_s` seconds.
 
-        With a key, cover only its requests, and omit the costs of the engines (`account`).
+        The start of the window is rounded to a minute, or to an hour or a day if it is long ago. With a key, the report
+        covers only the key's requests, and omits the costs of the engines (`account`).
         """
         with self.totals.snapshot():
             return self._report(key, window_s)
@@ -63,9 +63,11 @@ class CostView:
         """Return the spend in `days` as JSON, like `peagle cost`. With a key, include only what that key was billed."""
         work: defaultdict[SpendingGroup, Work] = defaultdict(Work)
         with self.totals.snapshot():
-            for cell, sums in self.totals.cells.items():
-                day = day_of(cell.minute * MINUTE_S)
-                group = SpendingGroup(day, cell.session_id, cell.key, cell.model, cell.drafter, cell.tags)
+            for requests, sums in self.totals.cells.items():
+                day = day_of(requests.minute * MINUTE_S)
+                group = SpendingGroup(
+                    day, requests.session_id, requests.key, requests.model, requests.drafter, requests.tags
+                )
                 work[group] += Work.of(sums.usage, sums.usd, request_s=sums.request_s)
             ledger = Ledger(
                 run="endpoint", sessions=self._sessions.all(), work=work, session_at=self._sessions.session_at
@@ -86,23 +88,23 @@ class CostView:
             first_minute = math.floor(max(now - window_s, 0.0) / MINUTE_S)
             since_minute = coarsen(first_minute, math.floor(now / MINUTE_S))
         chosen = {
-            cell: sums
-            for cell, sums in self.totals.cells.items()
-            if cell.minute >= since_minute and key in (None, cell.key)
+            requests: sums
+            for requests, sums in self.totals.cells.items()
+            if requests.minute >= since_minute and key in (None, requests.key)
         }
         report: dict[str, Any] = {
             "window_s": window_s,
             "total": request_totals(chosen.values()),
-            "by_model": _grouped(chosen, lambda cell: cell.model),
+            "by_model": _grouped(chosen, lambda requests: requests.model),
         }
         if key is not None:
             return report
         sessions = self._sessions.all() if window_s is None else self._sessions.since(since_minute * MINUTE_S)
         session_ids = {session.session_id for session in sessions}
-        units = (sums.usage for sums in chosen.values() if sums.usage.session_id in session_ids)
+        usages = (sums.usage for sums in chosen.values() if sums.usage.session_id in session_ids)
         return report | {
-            "by_key": _grouped(chosen, lambda cell: cell.key),
-            "account": account(units, sessions, self._price).to_dict(),
+            "by_key": _grouped(chosen, lambda requests: requests.key),
+            "account": account(usages, sessions, self._price).to_dict(),
             "self_checks": count_outcomes(session.self_check for session in sessions),
         }
 
@@ -133,25 +135,25 @@ def request_totals(sums_of_groups: Iterable[Sums]) -> dict[str, Any]:
     only if every request had one choice. Batches with their own engines are excluded.
     """
     groups = list(sums_of_groups)
-    units = [sums.usage for sums in groups]
-    tokens, usd = sum(unit.num_output_tokens for unit in units), sum(sums.usd for sums in groups)
+    usages = [sums.usage for sums in groups]
+    tokens, usd = sum(usage.num_output_tokens for usage in usages), sum(sums.usd for sums in groups)
     shares_s = sum(sums.shares_s for sums in groups)
-    drafts = sum((unit.speculation for unit in units), SpeculationStats.empty())
+    stats = sum((usage.speculation for usage in usages), SpeculationStats.empty())
     return {
         "num_requests": sum(sums.num_requests for sums in groups),
         "num_cut": sum(sums.num_cut for sums in groups),
-        "num_failed": sum(unit.num_failed_rows for unit in units),
-        "num_prompt_tokens": sum(unit.num_prompt_tokens for unit in units),
-        "num_cached_tokens": sum(unit.num_cached_tokens for unit in units),
+        "num_failed": sum(usage.num_failed_rows for usage in usages),
+        "num_prompt_tokens": sum(usage.num_prompt_tokens for usage in usages),
+        "num_cached_tokens": sum(usage.num_cached_tokens for usage in usages),
         "num_output_tokens": tokens,
         "requests_at_once": sum(sums.request_s for sums in groups) / shares_s if shares_s else None,
-        "num_drafts": drafts.num_drafts,
-        "num_draft_tokens": drafts.num_draft_tokens,
-        "num_accepted_tokens": drafts.num_accepted_tokens,
-        "num_lookup_tokens": drafts.num_lookup_tokens,
-        "num_dropped_tokens": drafts.num_dropped_tokens,
-        "acceptance_length": drafts.acceptance_length,
-        "acceptance_rates": list(drafts.acceptance_rates),
+        "num_drafts": stats.num_drafts,
+        "num_draft_tokens": stats.num_draft_tokens,
+        "num_accepted_tokens": stats.num_accepted_tokens,
+        "num_lookup_tokens": stats.num_lookup_tokens,
+        "num_dropped_tokens": stats.num_dropped_tokens,
+        "acceptance_length": stats.acceptance_length,
+        "acceptance_rates": list(stats.acceptance_rates),
         "usd": usd,
         "tokens_per_busy_usd": tokens / usd if usd and tokens else None,
         "busy_usd_per_million_tokens": 1e6 * usd / tokens if usd and tokens else None,
@@ -160,6 +162,6 @@ def request_totals(sums_of_groups: Iterable[Sums]) -> dict[str, Any]:
 
 def _grouped(cells: dict[RequestGroup, Sums], name_of: Callable[[RequestGroup], str]) -> dict[str, Any]:
     groups: defaultdict[str, list[Sums]] = defaultdict(list)
-    for cell, sums in cells.items():
-        groups[name_of(cell)].append(sums)
+    for requests, sums in cells.items():
+        groups[name_of(requests)].append(sums)
     return {name: request_totals(group) for name, group in sorted(groups.items())}

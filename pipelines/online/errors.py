@@ -12,7 +12,7 @@ from typing import Any
 from peagle.requests.openai import error_body
 
 NOT_IMPLEMENTED = 501
-_TYPES = {
+_TYPE_OF_STATUS = {
     401: "authentication_error",
     403: "permission_error",
     429: "rate_limit_error",
@@ -33,7 +33,7 @@ class ApiError(Exception):
     _: KW_ONLY
     code: str | None = None  # machine-readable, such as "model_not_found"
     param: str | None = None  # the invalid field of the request
-    retry_after_s: float = 0  # when to retry; 0 if unknown
+    retry_after_s: float = 0  # seconds until a retry can succeed; 0 if unknown
     is_retryable: bool = True  # if False, OpenAI's clients do not retry even if the status alone would make them
     allow: str = ""  # allowed methods, for a 405
 
@@ -41,9 +41,9 @@ class ApiError(Exception):
         super().__init__(self.message)
 
     def body(self) -> dict[str, Any]:
-        kind = _TYPES.get(self.status, "invalid_request_error")
+        error_type = _TYPE_OF_STATUS.get(self.status, "invalid_request_error")
         message, param = _cut(self.message, _MAX_CHARS), self.param and _cut(self.param, _MAX_PARAM_CHARS)
-        return error_body(message, kind=kind, param=param, code=self.code)
+        return error_body(message, kind=error_type, param=param, code=self.code)
 
     def headers(self) -> dict[str, str]:
         """Return the headers of the response: how to retry, allowed methods, and whether the connection is closed."""
@@ -68,10 +68,11 @@ def from_validation(errors: list[Mapping[str, Any]]) -> ApiError:
     """Return the error for a request that pydantic refuses: 422 for a wrong type, 400 for a wrong value."""
     first = errors[0] if errors else {"msg": "invalid request", "loc": (), "type": "missing"}
     where = ".".join(str(part) for part in first.get("loc", ()) if part != "body")
-    kind, text = str(first.get("type", "")), str(first.get("msg", "invalid")).removeprefix("Value error, ")
-    is_type_error = kind.endswith(("_type", "_parsing")) or kind in ("missing", "extra_forbidden", "json_invalid")
+    error_type, message = str(first.get("type", "")), str(first.get("msg", "invalid")).removeprefix("Value error, ")
+    is_type_error = error_type in ("missing", "extra_forbidden", "json_invalid")
+    is_type_error |= error_type.endswith(("_type", "_parsing"))
     status, code = (422, "invalid_type") if is_type_error else (400, "invalid_value")
-    return ApiError(status, f"{where or 'body'}: {text}", code=code, param=where or None)
+    return ApiError(status, f"{where or 'body'}: {message}", code=code, param=where or None)
 
 
 # vLLM raises these while validating a body; they are not ValueErrors, so pydantic does not catch them.
@@ -102,7 +103,7 @@ def is_engine_unavailable(error: BaseException) -> bool:
 
 
 def from_exception(error: BaseException) -> ApiError:
-    """Return the API error for an exception. It includes the exception's text only if that is meant for clients."""
+    """Return the API error for an exception, with the exception's text only if the text is meant for clients."""
     if isinstance(error, ApiError):
         return error
     names = _class_names(error)
@@ -112,11 +113,11 @@ def from_exception(error: BaseException) -> ApiError:
         message, param = str(error.args[0] if error.args else error), getattr(error, "parameter", None)
         return ApiError(_STATUS_OF_VLLM_ERRORS[vllm_error], message, code="invalid_value", param=param)
     status = getattr(error, "status_code", None)
-    text = getattr(error, "detail", None) or getattr(error, "message", None)
-    if isinstance(status, int) and isinstance(text, str) and (400 <= status < 500 or status == NOT_IMPLEMENTED):
-        return ApiError(status, text, code="not_found" if status == 404 else None)
+    message = getattr(error, "detail", None) or getattr(error, "message", None)
+    if isinstance(status, int) and isinstance(message, str) and (400 <= status < 500 or status == NOT_IMPLEMENTED):
+        return ApiError(status, message, code="not_found" if status == 404 else None)
     return ApiError(500, "internal server error; the request can be retried", code="internal_error")
 
 
 def _class_names(error: BaseException) -> list[str]:
-    return [kind.__name__ for kind in type(error).mro()]
+    return [error_class.__name__ for error_class in type(error).mro()]

@@ -45,8 +45,8 @@ from peagle.economics.report.plots import (
 class Panel:
     heading: str
     lead: str
-    plots: Sequence[tuple[str, str]]
-    legend: Sequence[tuple[str, str]] = ()
+    plots: Sequence[tuple[str, str]]  # (caption, SVG)
+    legend: Sequence[tuple[str, str]] = ()  # (CSS class, name)
     shows_dollars: bool = False
 
 
@@ -67,7 +67,8 @@ def headline_panel(reports: Sequence[Mapping[str, Any]], labels: Sequence[str]) 
 
 def _without_drafter(report: Mapping[str, Any]) -> tuple[list[Bar], str]:
     """Return the bar of the same work without the drafter, and the lead of the panel."""
-    saved, account = report.get("saved") or {"speculation": {"usd": None}}, report["account"]
+    account = report["account"]
+    saved = report.get("saved") or {"speculation": {"usd": None}}
     savings = saved["speculation"]
     if savings["usd"] is None:
         return [], "Without the drafter: unknown, because its step times were not measured."
@@ -91,8 +92,8 @@ def timeline_panels(report: Mapping[str, Any]) -> list[Panel]:
     if not timeline:
         return []
     peak, usd = max(timeline["tokens_per_s"]), timeline["usd"][-1]
-    num_shown, num = len(timeline["engines"]), timeline["num_engines"]
-    selection = f" Showing the first {num_shown} of {num} engines." if num > num_shown else ""
+    num_shown, num_engines = len(timeline["engines"]), timeline["num_engines"]
+    selection = f" Showing the first {num_shown} of {num_engines} engines." if num_engines > num_shown else ""
     pauses = " Dashed lines mark omitted pauses without a running engine." if timeline["pauses"] else ""
     step = format_duration(timeline["step_s"])
     speed = f"Maximum {peak:,.1f}, averaged over {step}; a unit's tokens are spread evenly over its time in the engine."
@@ -123,6 +124,7 @@ def timeline_panels(report: Mapping[str, Any]) -> list[Panel]:
 
 
 _MEASURES = {
+    # heading -> column -> name
     "Lengths": {"num_prompt_tokens": "prompt tokens", "num_output_tokens": "output tokens"},
     "Latency and time to first token": {
         "ttft_s": "seconds to the first token",
@@ -132,7 +134,8 @@ _MEASURES = {
 
 
 def row_panels(report: Mapping[str, Any]) -> list[Panel]:
-    panels, plots, rows, failures = [], [], report.get("rows"), report.get("failures")
+    panels, plots = [], []
+    rows, failures = report.get("rows"), report.get("failures")
     if rows:
         num_read, num_rows = rows["num_read"], report["account"]["num_rows"]
         lead = f"A sample of {num_read:,} of {num_rows:,} rows." if num_read < num_rows else f"All {num_rows:,} rows."
@@ -141,17 +144,15 @@ def row_panels(report: Mapping[str, Any]) -> list[Panel]:
             histograms = [_histogram(measure, name) for measure, name in measures if measure]
             if histograms:
                 panels.append(Panel(heading=heading, lead=lead, plots=histograms))
-        reasons = [
+        bars = [
             plain_bar(reason, count, f"{count:,} ({format_share(count / num_read)})")
             for reason, count in rows["finish_reasons"].items()
         ]
-        plots.append((f"Finish reasons of {num_read:,} rows", _bars("Finish reasons", reasons)))
+        plots.append((f"Finish reasons of {num_read:,} rows", _bars("Finish reasons", bars)))
     if failures:
-        reasons = [
-            plain_bar(group["reason"], group["count"], f"{group['count']:,}", "share-lost") for group in failures
-        ]
+        bars = [plain_bar(group["reason"], group["count"], f"{group['count']:,}", "share-lost") for group in failures]
         caption = f"Failures by reason. Example of {failures[0]['reason']}: {failures[0]['example']}"
-        plots.append((caption, _bars("Failures by reason", reasons)))
+        plots.append((caption, _bars("Failures by reason", bars)))
     if plots:
         lead = "Each row has an answer, or a dead letter in failed/."
         panels.append(Panel(heading="How rows ended", lead=lead, plots=plots))
@@ -245,7 +246,7 @@ def _template_values(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _money_labels(reports: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> list[str]:
-    """Return the money labels of the runs. A label of only some runs is followed by their names."""
+    """Return the runs' labels for the table of costs. A label of only some runs is followed by their names."""
     runs_by_label: dict[str, list[str]] = {}
     for label, report in zip(labels, reports, strict=True):
         for money_label in money_labels(report):

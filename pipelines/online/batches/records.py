@@ -12,7 +12,7 @@ from pipelines.online.gateway.keys import KeyRecord
 BATCH_PREFIX = "batch_"
 FILE_PREFIX = "file-"
 INPUT, OUTPUT = "batch", "batch_output"  # purposes of files
-WINDOW_S = 24 * 3600
+WINDOW_S = 24 * 3600  # the only `completion_window`, 24h
 
 Status = Literal["validating", "in_progress", "finalizing", "completed", "failed", "expired", "cancelled"]
 FINAL: frozenset[Status] = frozenset({"completed", "failed", "expired", "cancelled"})
@@ -26,12 +26,13 @@ def new_id(prefix: str) -> str:
 
 
 def created_at_of(name: str) -> float:
+    """Return the Unix time at which `new_id` returned this id."""
     return int(re.split("[-_]", name)[1][:12], 16) / 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredFile:
-    """A file of a key."""
+    """A file of an API key."""
 
     id: str
     owner: str  # name of the API key
@@ -154,5 +155,5 @@ class Batch:
         }
 
 
-def _seconds(at: float | None) -> int | None:
-    return None if at is None else int(at)
+def _seconds(unix_time: float | None) -> int | None:
+    return None if unix_time is None else int(unix_time)

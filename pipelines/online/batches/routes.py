@@ -62,11 +62,11 @@ def list_object(items: Sequence[Item], *, after: str | None, limit: int) -> dict
 
 _PIECE_BYTES = 1 << 20
 _LEASE_S = 30.0
-_POLL_S = 1.0
+_POLL_S = 1.0  # interval of the scheduler's steps
 _REMOTE_POLL_S = 5.0  # each poll sends a few requests to S3
-_RETRY_S = 5.0
+_RETRY_S = 5.0  # after an error, or while another ingress has the lease
 _log = logging.getLogger("ray.serve")
-_UPLOAD = {
+_UPLOAD_SCHEMA = {
     "requestBody": {
         "required": True,
         "content": {
@@ -86,7 +86,7 @@ _UPLOAD = {
     }
 }
 ROUTES: dict[str, Route] = {
-    "create_file": post(FILES_URL, Rule.UPLOAD, openapi_extra=_UPLOAD),
+    "create_file": post(FILES_URL, Rule.UPLOAD, openapi_extra=_UPLOAD_SCHEMA),
     "list_files": get(FILES_URL),
     "retrieve_file": get(FILES_URL + "/{file_id}"),
     "file_content": get(FILES_URL + "/{file_id}/content"),
@@ -173,8 +173,8 @@ class BatchRoutes:
                 batches.quota.hold(key, num_bytes) as write,
                 request.form(max_files=1, max_fields=8, max_part_size=MAX_FIELD_BYTES) as fields,
             ):
-                upload, name, expires_s = read_form(fields)
-                stored: StoredFile = await write(_save, batches.store, upload.file, key.name, name, expires_s)
+                upload, filename, expires_s = read_form(fields)
+                stored: StoredFile = await write(_save, batches.store, upload.file, key.name, filename, expires_s)
         return JSONResponse(stored.to_api_object())
 
     async def list_files(
@@ -252,27 +252,27 @@ class BatchRoutes:
         return self.batches
 
     async def _file(self, request: Request, file_id: str) -> StoredFile:
-        item = await in_thread(self._require_enabled().store.file, file_id, key_of(request).name)
-        if item is None:
+        stored = await in_thread(self._require_enabled().store.file, file_id, key_of(request).name)
+        if stored is None:
             raise no_such_file(file_id)
-        return item
+        return stored
 
     async def _batch(self, request: Request, batch_id: str) -> Batch:
-        item = await in_thread(self._require_enabled().store.batch, batch_id, key_of(request).name)
-        if item is None:
+        batch = await in_thread(self._require_enabled().store.batch, batch_id, key_of(request).name)
+        if batch is None:
             raise ApiError(404, f"there is no batch {shown(batch_id)}", code="batch_not_found")
-        return item
+        return batch
 
 
-def _save(store: BatchStore, upload: BinaryIO, owner: str, name: str, expires_s: int | None) -> StoredFile:
+def _save(store: BatchStore, upload: BinaryIO, owner: str, filename: str, expires_s: int | None) -> StoredFile:
     file_id, now = new_id(FILE_PREFIX), store.now()
-    with store.writer(file_id) as (path, target):
-        shutil.copyfileobj(upload, target, _PIECE_BYTES)
+    with store.writer(file_id) as (path, stored_file):
+        shutil.copyfileobj(upload, stored_file, _PIECE_BYTES)
         num_bytes = upload.tell()
     stored = StoredFile(
         id=file_id,
         owner=owner,
-        filename=name,
+        filename=filename,
         purpose=INPUT,
         num_bytes=num_bytes,
         created_at=now,

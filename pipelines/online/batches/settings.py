@@ -41,7 +41,7 @@ class BatchModel:
     model: ServedModel
     config: Mapping[str, Any]  # configuration of the bulk run: engine, price and number of engines, as for the endpoint
     neighbours: Neighbours  # other engines on the nodes: the endpoint's and those of other batches
-    # model revisions that the endpoint's engines loaded, by hub id
+    # commits of the models that the endpoint's engines loaded, by hub id
     commits: Mapping[str, str] = field(default_factory=dict)
     # slots of all the endpoint's engines, if batches use idle slots; 0 if batches have their own engines
     lent_slots: int = 0
@@ -114,7 +114,7 @@ def batch_settings(
         "heartbeat_s": config.heartbeat_s,
     }
     slot_group = f"{app_id}-lent" if config.lends_engines else app_id
-    if config.lends_engines:  # the process of a batch only forwards rows to the endpoint's engines
+    if config.lends_engines:  # a batch's process needs little CPU: it forwards rows to the endpoint's engines
         placements = {name: replace(placement, num_cpus=0.05, num_gpus=0) for name, placement in placements.items()}
     return BatchSettings(
         folder=str(config.batches),

@@ -3,9 +3,10 @@
     admit -> Permit -> settle with the answer's usage, or later with the ledger's (`catch_up`)
 
 Every request counts when it arrives. Tokens and cost are reserved at their maximum until the actual number is known, so
-that a burst cannot exceed a limit. The maximum of prompt tokens is the size of the body, which can be far too high, so
-the only running request of a key may use whatever is left of the minute, and of its budgets. A request for a model
-without a price (`totals.py`) can only run alone. So a budget is exceeded by at most one request, plus price errors.
+that a burst cannot exceed a limit. The maximum number of prompt tokens is the size of the body, which can be far too
+high. So the only running request of a key may use whatever is left of the minute and of the key's budgets. A request
+for a model without a price (`totals.py`) can only run alone. So a budget is exceeded by at most one request, plus the
+errors of estimated prices.
 
 If a client disconnects, the reservation stays until the engine has written the usage to the ledger. Rate limits are
 kept in memory, since there is only one ingress.
@@ -52,10 +53,10 @@ class MinuteWindow:
 
     def wait_s(self, now: float, excess: int) -> float | None:
         """Return the seconds until `excess` of the total has expired, or None if the total is smaller."""
-        for at, amount in self.entries:
+        for added_at, amount in self.entries:
             excess -= amount
             if excess <= 0:
-                return at + WINDOW_S - now
+                return added_at + WINDOW_S - now
         return None
 
 
@@ -141,7 +142,7 @@ class KeyLimits:
         window.add(now, 1)
 
     async def require_budget(self, key: KeyRecord, tags: str = NO_TAGS) -> None:
-        """Refuse an action without an immediate cost, such as an upload or a new batch, if a budget is spent."""
+        """Refuse (429) an action that costs nothing yet, such as an upload or a new batch, if a budget is spent."""
         payers: list[Payer] = [key, *self._shared.of_tags(tags), *self._shared.of_endpoint()]
         await self._wait_for_spend(payers)
         self._require_budgets(payers, is_free=True)
@@ -257,8 +258,8 @@ class KeyLimits:
                     prompt_tokens=usage.num_prompt_tokens, output_tokens=usage.num_output_tokens, usd=request.usd
                 )
                 self._settle_by_id(request.request_id, used)
-        for request_id, since in list(self._waiting.items()):
-            if since < now - _LEDGER_TIMEOUT_S:
+        for request_id, waiting_since in list(self._waiting.items()):
+            if waiting_since < now - _LEDGER_TIMEOUT_S:
                 self._settle_by_id(request_id, None)  # a late record still counts as spent
         self._budgets.expire_unconfirmed(now - _LEDGER_TIMEOUT_S)
 

@@ -53,7 +53,7 @@ class SlowReaders(asyncio.Protocol):
     def pause_writing(self) -> None:
         super().pause_writing()
         self.paused_at = self.loop.time()
-        _UNREAD.watch(self)
+        _UNREAD_MONITOR.watch(self)
         self._schedule_check()
 
     def resume_writing(self) -> None:
@@ -108,7 +108,7 @@ def connection_of(scope: Mapping[str, Any]) -> SlowReaders | None:
     return _CONNECTIONS.get(tuple(client)) if client else None
 
 
-class _Unread:
+class _UnreadMonitor:
     """Checks connections with unread answers once a second, while there are any."""
 
     def __init__(self) -> None:
@@ -142,7 +142,7 @@ class _Unread:
             loop.call_later(_CHECK_S, trim_malloc)
 
 
-_UNREAD = _Unread()
+_UNREAD_MONITOR = _UnreadMonitor()
 
 
 class PatientSend:
@@ -184,7 +184,7 @@ class PatientSend:
             self._writer = None
 
 
-HEADERS_LIMIT_S = 10.0  # the same as `body_timeout_s`
+HEADERS_LIMIT_S = 10.0  # the default of `body_timeout_s`, the limit for bodies
 MAX_HEADER_BYTES = 64 * 1024  # the same as h11's limit
 
 
@@ -198,7 +198,7 @@ def install_limits() -> None:
 
 def with_limits(protocol: type[asyncio.Protocol]) -> type[asyncio.Protocol]:
     """Return a subclass of uvicorn's HTTP protocol with limits for slow headers and slow readers."""
-    is_httptools = hasattr(protocol, "on_body")
+    is_httptools = hasattr(protocol, "on_body")  # the h11 protocol limits the size of headers itself
     bases = (LongHeaders if is_httptools else SlowHeaders, SlowReaders, protocol)
     return type(f"Limited{protocol.__name__}", bases, {})
 
@@ -215,41 +215,41 @@ class SlowHeaders(asyncio.Protocol):
     loop: asyncio.AbstractEventLoop
     cycle: Any  # uvicorn's request and response; None before the first one
     _timer: asyncio.TimerHandle | None = None
-    _has_begun = False
+    _has_received_bytes = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self._start()
+        self._start_timer()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         is_handed_over = self.transport.get_protocol() is not self  # to the WebSocket protocol
         if is_handed_over or self.transport.is_closing() or self._is_answering():
-            self._stop()
+            self._stop_timer()
         else:
-            self._start()
-            self._has_begun = True
+            self._start_timer()
+            self._has_received_bytes = True
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop()
+        self._stop_timer()
         super().connection_lost(exc)
 
     def _is_answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
-    def _start(self) -> None:
+    def _start_timer(self) -> None:
         if self._timer is None:
-            self._has_begun = False
-            self._timer = self.loop.call_later(HEADERS_LIMIT_S, self._give_up)
+            self._has_received_bytes = False
+            self._timer = self.loop.call_later(HEADERS_LIMIT_S, self._on_timeout)
 
-    def _stop(self) -> None:
+    def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _give_up(self) -> None:
+    def _on_timeout(self) -> None:
         self._timer = None
-        if self._has_begun:  # a client that sent nothing expects no answer
+        if self._has_received_bytes:  # a client that sent nothing expects no answer
             message = "the request's headers did not arrive in time"
             self.transport.write(_error_answer(ApiError(408, message, code="request_timeout")))
         self.transport.close()
@@ -258,8 +258,8 @@ class SlowHeaders(asyncio.Protocol):
 class LongHeaders(SlowHeaders):
     """Adds a size limit for headers to uvicorn's protocol on httptools.
 
-    Counts all bytes since the last headers or the last piece of a body, since uvicorn does not limit trailers and chunk
-    extensions either.
+    Counts all bytes after the last headers or the last piece of a body, because uvicorn limits neither trailers nor
+    chunk extensions.
     """
 
     _num_bytes = 0

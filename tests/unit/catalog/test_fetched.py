@@ -84,7 +84,7 @@ def test_concurrent_processes_fetch_once(s3, model):
         waiting_thread = threading.Thread(target=fetch, args=[stored], kwargs={"weights": True, "announce": announce})
         waiting_thread.start()
         assert is_waiting.wait(10)
-        assert messages == [f"{URL}: waiting for another process on this node to finish fetching it"]
+        assert messages == [f"{URL}: waiting for another process on this node, which is fetching the model"]
         folder = peagle_home() / "fetched" / f"mine-{stored.revision}"
         fetched._fetch(stored.at, list(stored.files), folder)
         s3.requests.clear()

@@ -87,7 +87,7 @@ def test_a_target_replaced_during_a_run_is_an_error(s3, target):
     model = resolve_model("s3://bucket/models/mine")
     upload(target, "models/mine", **{"config.json": json.dumps({**model.config, "vocab_size": 95}).encode()})
     spec = EngineSpec(model=model.path, revision=model.revision)
-    with pytest.raises(CatalogError, match="its files have been replaced since"):
+    with pytest.raises(CatalogError, match="the files have been replaced since"):
         local_spec(spec)
     assert local_spec(replace(spec, revision=None)).model != model.path
 

@@ -77,7 +77,7 @@ def heads(tmp_path):
         ((), "--draft-vocab-size 8192: the target has only 96 tokens"),
         (("--init", "unrelated"), "its hidden size is 8, but the target's is 32"),
         (("--init", "deep"), "deep: has 3 layers, but the head to train has 2"),
-        (("--init", "fp8"), "fp8: its fc.weight is in FP8, which cannot be trained"),
+        (("--init", "fp8"), "fp8: fc.weight is in FP8, which cannot be trained"),
     ],
 )
 def test_impossible_training_is_refused_early(chat_target, tmp_path, monkeypatch, capsys, arguments, message):

@@ -42,7 +42,7 @@ def test_region_and_provider_can_be_set():
 def test_other_accelerators_are_refused_with_a_command():
     with pytest.raises(ConfigError, match=r"was measured on B200, but p5\.48xlarge has H100: its speed") as error:
         plan(instance_types="p5.48xlarge")
-    assert f"measure on it: peagle bench --model {QWEN} --precision fp8 --methods none,peagle" in error.value.hint
+    assert f"on this type: peagle bench --model {QWEN} --precision fp8 --methods none,peagle" in error.value.hint
 
 
 def test_limit_without_published_latencies_is_refused():

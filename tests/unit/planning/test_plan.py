@@ -180,8 +180,8 @@ def test_impossible_goals_are_refused_with_reasons(options, message, plan):
     ("options", "error", "message", "hint"),
     [
         ({"instance_types": "box-9"}, PriceError, "no price for the instance type 'box-9'", "box"),
-        ({"instance_types": "small-2"}, ConfigError, "small-2 has LITTLE: its speed is unknown", "measure on it"),
-        ({"instance_types": "cpu-2"}, ConfigError, "cpu-2 has no accelerator: its speed is unknown", "measure on it"),
+        ({"instance_types": "small-2"}, ConfigError, "small-2 has LITTLE: its speed is unknown", "measure on this"),
+        ({"instance_types": "cpu-2"}, ConfigError, "cpu-2 has no accelerator: its speed is unknown", "measure on this"),
         ({"region": "nowhere"}, PriceError, "no price for box-2 at nowhere", "--usd-per-hour"),
     ],
 )

@@ -24,7 +24,7 @@ def limits(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     values = {}
     monkeypatch.setattr(resource, "getrlimit", lambda kind: values.get(kind, (UNLIMITED, UNLIMITED)))
-    monkeypatch.setattr(startable, "_PIDS", (tmp_path / "pids.max",))
+    monkeypatch.setattr(startable, "_PIDS_MAX_FILES", (tmp_path / "pids.max",))
     return values
 
 

@@ -80,7 +80,7 @@ def test_no_token_is_made_if_authentication_is_disabled(home, monkeypatch):
 
 def test_unwritable_home_is_refused(home):
     (home / ".ray").touch()
-    with pytest.raises(ConfigError, match=r"Ray's token .*auth_token: cannot be written(.|\n)*RAY_AUTH_TOKEN"):
+    with pytest.raises(ConfigError, match=r"Ray's token .*auth_token cannot be written(.|\n)*RAY_AUTH_TOKEN"):
         token.prepare_to_start()
 
 

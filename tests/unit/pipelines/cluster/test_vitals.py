@@ -55,7 +55,7 @@ def test_dead_part_raises_in_main_thread(part, watch):
         threading.Event().wait(30)
     assert time.monotonic() - started_at < 5
     assert error.value.hint.startswith("Units are saved. ")
-    assert "its log is /logs" in error.value.hint
+    assert "the log is /logs" in error.value.hint
     assert error.value.exit_code == EngineError.exit_code == 1
 
 

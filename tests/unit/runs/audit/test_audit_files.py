@@ -75,7 +75,7 @@ def test_missing_row_is_lost(finished_run):
     findings = audit_run(finished_run).findings
     lost = Finding(kind="lost", where=UNIT_1, message="000000003: planned, but in no row and no dead letter")
     assert lost in findings
-    assert Finding(kind="usage", where=UNIT_1, message="num_rows is 2 in the footer, but 1 in the rows") in findings
+    assert Finding(kind="usage", where=UNIT_1, message="num_rows is 2 in the footer, but 1 were counted") in findings
     assert usage == finished_run.usage(1)  # the footer has not changed
 
 

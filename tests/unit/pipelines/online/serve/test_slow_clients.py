@@ -342,7 +342,7 @@ class SlowConnection:
 )
 def test_slowest_connections_are_closed_beyond_the_limit(monkeypatch, connections, num_aborted):
     monkeypatch.setattr(slow_clients, "UNREAD_LIMIT_BYTES", 30)
-    unread, loop = slow_clients._Unread(), SimpleNamespace(time=lambda: 100.0, call_later=lambda *_: None)
+    unread, loop = slow_clients._UnreadMonitor(), SimpleNamespace(time=lambda: 100.0, call_later=lambda *_: None)
     slow = [SlowConnection(*connection) for connection in connections]
     unread._watched = set(slow)
     unread._check(loop)
@@ -354,7 +354,7 @@ def test_slowest_connections_are_closed_beyond_the_limit(monkeypatch, connection
 def test_memory_is_returned_after_slow_clients(monkeypatch):
     calls = []
     loop = SimpleNamespace(time=lambda: 1.0, call_later=lambda _, callback, *args: calls.append(callback))
-    unread = slow_clients._Unread()
+    unread = slow_clients._UnreadMonitor()
     reader = SlowConnection(("a",), slow_clients._TRIM_BYTES + 1, 0.0)
     unread._watched = {reader}
     unread._check(loop)
