@@ -128,7 +128,7 @@ class BatchLoss:
     # With D-PACE, the result is not a mean, and is only comparable to other D-PACE losses. DSpark's loss includes the
     # loss of its confidence head.
     loss: torch.Tensor
-    correct_D: torch.Tensor  # number of rows whose most likely draft is the target's most likely token
+    correct_D: torch.Tensor  # number of rows whose most likely draft is the target's
     accepted_D: torch.Tensor  # number of rows that are correct along with all earlier rows of their chain
     rows_D: torch.Tensor
     divergence_D: torch.Tensor
