@@ -127,7 +127,7 @@ def scan(
     spans: list[Span] = []
     schemas: list[pa.Schema] = []
     digest = hashlib.sha256()
-    version = _VERSION_PREFIX if earlier_fingerprint is None or earlier_fingerprint.startswith(_VERSION_PREFIX) else ""
+    prefix = _VERSION_PREFIX if earlier_fingerprint is None or earlier_fingerprint.startswith(_VERSION_PREFIX) else ""
     span_sizes = cut.sizes()
     rows_left = limit if limit is not None else 2**63
     num_valid, first_error = 0, None
@@ -137,7 +137,7 @@ def scan(
                 break
             digest.update(f"{file.format} ".encode())
             if file.format == "parquet":
-                file_spans, schema = scan_parquet(file, span_sizes, rows_left, digest, estimate, old_digest=not version)
+                file_spans, schema = scan_parquet(file, span_sizes, rows_left, digest, estimate, old_digest=not prefix)
                 num_valid += sum(s.num_rows for s in file_spans)
             else:
                 text_scan = _TextScan(file, index, ids, estimate)
@@ -158,7 +158,7 @@ def scan(
     schema = unify_schemas(schemas)
     if not num_valid or not len(schema):
         raise InputError(f"input: no row is valid; first error: {first_error or 'every row is an empty object'}")
-    return spans, schema, version + digest.hexdigest()
+    return spans, schema, prefix + digest.hexdigest()
 
 
 def read_span(span: Span) -> Iterator[RawRow]:

@@ -55,6 +55,7 @@ class TrainingSpending:
             self._write(ended=True) if error is None else self._advance(ended=True)
 
     def start(self) -> None:
+        """Record that work begins. Only the first call has an effect."""
         if self._first_work_at is None:
             with converted_write_errors(self._folder, hint=_DISK_FULL_HINT):
                 make_folder(self._folder)

@@ -418,7 +418,7 @@ class _Trainer:
         self.train_s = 0.0
         self._restore()
         workers.broadcast_(list(self.parameters.values()))  # initial weights differ between kinds of processors
-        self._attempt_tokens, self._attempt_s = 0, 0.0  # of this process only
+        self._attempt_tokens, self._attempt_s = 0, 0.0  # since this process started
 
     def advance(self) -> TrainingProgress:
         started = time.monotonic()

@@ -260,7 +260,7 @@ class PriceTable:
     def load(cls, override: Path | None = None) -> Self:
         """Load the packaged table, with the rows of the user's table `override` added.
 
-        Each row replaces the packaged rows that it matches (`Offer.replaces`).
+        Each added row replaces the packaged rows that it matches (`Offer.replaces`).
         """
         added = read_offers(override) if override else []
         packaged = read_offers(Path(str(files("peagle.economics") / "prices.csv")))

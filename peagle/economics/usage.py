@@ -341,12 +341,12 @@ class Work:
 
 
 SESSION_KEY = b"peagle.session"
-_STATES_S = ("load_s", "compile_s", "busy_s", "idle_s")
+_STATE_NAMES = ("load_s", "compile_s", "busy_s", "idle_s")
 
 
 def session_since(session: EngineSession, earlier: EngineSession) -> EngineSession:
     """Return a session's usage after an earlier heartbeat, as if the session had started then."""
-    elapsed: dict[str, Any] = {name: max(0.0, getattr(session, name) - getattr(earlier, name)) for name in _STATES_S}
+    elapsed: dict[str, Any] = {name: max(0.0, getattr(session, name) - getattr(earlier, name)) for name in _STATE_NAMES}
     # All startup seconds count as load until the engine is ready; then part of them is reclassified as compile. The
     # difference of load + compile is used, so that no second counts twice.
     start_s = max(0.0, session.load_s + session.compile_s - earlier.load_s - earlier.compile_s)
@@ -369,7 +369,7 @@ def interpolate_session(moment: float, earlier: EngineSession | None, later: Eng
         earlier_value = getattr(earlier, name) if earlier else 0
         return float((1 - share) * earlier_value + share * getattr(later, name))
 
-    states: dict[str, Any] = {name: interpolate(name) for name in _STATES_S}
+    states: dict[str, Any] = {name: interpolate(name) for name in _STATE_NAMES}
     return replace(
         later,
         last_seen_at=later.started_at + sum(states.values()),

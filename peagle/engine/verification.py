@@ -270,6 +270,7 @@ class DraftBudget:
         net_tokens = []
         for tried_depth in self._depths:
             _, tokens, plain_tokens = self._best_step(survival[:, :tried_depth], context_tokens, tried_depth)
+            # Net of the tokens that steps without drafts would yield in the same time.
             net_tokens.append((tokens - self._gain * plain_tokens) / num_requests)
         self._num_steps += 1
         self._net_tokens += (np.array(net_tokens) - self._net_tokens) / min(self._num_steps, max(4, 16 // num_requests))

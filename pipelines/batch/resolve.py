@@ -124,7 +124,7 @@ class ResolvedRun:
 
     @property
     def slot_group_name(self) -> str:
-        """The name of the group in which the run's engines claim slots on a node."""
+        """`slot_group`, or else the run's id as the name of its own group."""
         return self.slot_group or str(self.directory.manifest()["run_id"])
 
     def for_stages(self) -> "ResolvedRun":

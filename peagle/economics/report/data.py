@@ -197,9 +197,7 @@ def _comparison_notes(reports: Sequence[Mapping[str, Any]], baseline_index: int)
         if report is baseline_report:
             continue
         differing = [name for name in _CONDITIONS if report["run"][name] != baseline_report["run"][name]]
-        ratio = _ratio(
-            report["account"]["tokens_per_busy_usd"], baseline_report["account"]["tokens_per_busy_usd"]
-        )
+        ratio = _ratio(report["account"]["tokens_per_busy_usd"], baseline_report["account"]["tokens_per_busy_usd"])
         adds_drafter = report["run"]["drafter"] is not None and baseline_report["run"]["drafter"] is None
         if adds_drafter and ratio is not None and ratio < 1 and set(differing) <= {"num_input_rows"}:
             notes.append(

@@ -56,7 +56,7 @@ from pipelines.online.batches.records import (
 )
 
 TRUST_AFTER_S = 24 * 3600.0  # after a jump of the wall clock
-_KEEP_S = 24 * 3600.0  # idempotency records, and what interrupted uploads leave
+_KEEP_S = 24 * 3600.0  # lifetime of idempotency records, and of what crashed uploads leave
 _PRESIGNED_URL_LIFETIME_S = 300
 _FOLDERS = ("files", "orders", "cancels", "progress", "ends", "ordered", "runs")
 _EXPORT = "openai-batch"
@@ -96,7 +96,7 @@ class SteadyClock:
         self._wall, self._monotonic, self._boot = wall, monotonic, boot
         self._lock = threading.Lock()
         self._offset = wall() - monotonic()
-        self._doubted: tuple[float, float] | None = None  # the offset after a jump, and its start
+        self._doubted: tuple[float, float] | None = None  # the offset after a jump, and the time of the jump
 
     def __call__(self) -> float:
         with self._lock:
@@ -185,11 +185,11 @@ class BatchStore:
 
     def file(self, file_id: str, owner: str) -> StoredFile | None:
         file = self._file(file_id)
-        return file if file is not None and file.owner == owner and self._is_current(file) else None
+        return file if file is not None and file.owner == owner and self._is_unexpired(file) else None
 
     def files(self, owner: str) -> list[StoredFile]:
         """Return the files of a key, newest first."""
-        own_files = [file for file in self._all_files() if file.owner == owner and self._is_current(file)]
+        own_files = [file for file in self._all_files() if file.owner == owner and self._is_unexpired(file)]
         return sorted(own_files, key=lambda file: (file.created_at, file.id), reverse=True)
 
     def add_file(self, file: StoredFile) -> None:
@@ -229,7 +229,7 @@ class BatchStore:
             if is_upload and path.stem not in records and self.clock() - created_at_of(path.stem) > _KEEP_S:
                 remove(path)
 
-    def _is_current(self, file: StoredFile) -> bool:
+    def _is_unexpired(self, file: StoredFile) -> bool:
         return file.expires_at is None or file.expires_at > self.clock()
 
     def _all_files(self) -> Iterator[StoredFile]:
@@ -306,7 +306,7 @@ class BatchStore:
         An expired file stays while a batch reads it.
         """
         for file in list(self._all_files()):
-            if not (self._is_current(file) or self.is_in_use(file)):
+            if not (self._is_unexpired(file) or self.is_in_use(file)):
                 self.remove_file(file)
         for path in list((self.root / "ordered").glob("*.json")):
             if path.name not in self._idempotent_until:

@@ -70,21 +70,22 @@ class FakeServeEngine:
 
     async def _answer(self, url: str, request: Any, response_type: type[Any]) -> AsyncGenerator[Any, None]:
         values = request.model_dump(mode="json", exclude_unset=True, warnings=False)
-        prompt = self._prompt(url, {key: value for key, value in values.items() if key not in _IGNORED_FIELDS})
-        if isinstance(prompt, str):
-            yield _refusal(prompt)
+        parsed = self._parse(url, {key: value for key, value in values.items() if key not in _IGNORED_FIELDS})
+        if isinstance(parsed, str):
+            yield _refusal(parsed)
             return
+        token_ids, sampling = parsed
         try:
             if values.get("stream"):
                 self._running_engine().check_alive()  # like vLLM, check only before a stream starts
                 try:
-                    async for text in self._events(url, request.request_id, *prompt):
+                    async for text in self._events(url, request.request_id, token_ids, sampling):
                         yield text
                 except EngineError:  # vLLM reports a crash as an event, too
                     yield to_text(openai.error_body(str(_dead_engine_error()), kind="InternalServerError", code=500))
                 yield "data: [DONE]\n\n"
             else:
-                generation = await self._running_engine().generate(request.request_id, *prompt)
+                generation = await self._running_engine().generate(request.request_id, token_ids, sampling)
                 yield response_type.model_validate(self._body(url, request.request_id, generation))
         except RequestRefused as error:
             yield _refusal(str(error))
@@ -95,7 +96,7 @@ class FakeServeEngine:
         assert self._engine is not None, "Ray calls `start` first"
         return self._engine
 
-    def _prompt(self, url: str, values: Mapping[str, Any]) -> tuple[list[int], dict[str, Any]] | str:
+    def _parse(self, url: str, values: Mapping[str, Any]) -> tuple[list[int], dict[str, Any]] | str:
         """Return token ids and sampling parameters, or an error message."""
         body = openai.parse_body(url, values)
         if isinstance(body, str):

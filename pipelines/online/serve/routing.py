@@ -46,7 +46,7 @@ class PrefixRouter(LocalityMixin, RequestRouter):  # type: ignore[misc]  # Ray's
         return [with_prefix, any_two] if with_prefix else [any_two]
 
     def _with_prefix(self, candidates: list[RunningReplica], blocks: list[int]) -> list[RunningReplica]:
-        """Return the engines with the longest cached prefix of `blocks`, except busy ones; none if the prefix is short."""
+        """Return the engines with the longest cached prefix of `blocks`, except busy ones; none if it is too short."""
         matched = [self._num_cached(replica.replica_id, blocks) for replica in candidates]
         longest = max(matched)
         if not blocks or longest < _MIN_SHARE * len(blocks):
