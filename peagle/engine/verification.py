@@ -172,15 +172,16 @@ class DraftBudget:
         self._survival_ratios = np.full(self.depth, 0.8)  # survival at each position / at the position before
         sources = ("greedy", "sampled", "lookup")
         self._calibrations = {source: Calibration(num_speculative_tokens) for source in sources}
-        # Ratios for the first steps: the packaged target on two cores takes 23.5 ms, 0.1 ms per token up to 16 and
-        # 0.4 ms per token above, and the drafter 7 ms (benchmarks/speculation/2026-11-27-smollm2-135m-amx-shipped.md).
-        self._target = LinearCost([1.0, 0.005, 0.012, 0.05])
-        self._drafter = LinearCost([0.2, 0.02, 0.005, 0.03, 0.003])
+        # Coefficients for the first steps: the packaged target on two cores takes 23.5 ms, 0.1 ms per token up to 16
+        # and 0.4 ms per token above, and the drafter 7 ms
+        # (benchmarks/speculation/2026-11-27-smollm2-135m-amx-shipped.md).
+        self._target_cost = LinearCost([1.0, 0.005, 0.012, 0.05])
+        self._drafter_cost = LinearCost([0.2, 0.02, 0.005, 0.03, 0.003])
         # Per request: expected tokens of a step, and tokens without drafts in the time of that step.
         self._tokens = self._plain_tokens = 1.0
         self._plain_tokens_per_s = 0.0
-        self._load, self._context_tokens = 0, 0.0  # requests of the last step; mean tokens in their caches
-        self._recent: Array = np.zeros((0, self.depth))  # survival of recent drafts
+        self._last_num_requests, self._mean_context_tokens = 0, 0.0  # of the last step
+        self._recent_survival: Array = np.zeros((0, self.depth))  # [rows, K]
         self.prompt_cost = PromptCost()
         self._num_trials = 0
         self._retry_s, self._retry_at, self._paused_at_load = _RETRY_S, 0.0, 0
@@ -220,8 +221,8 @@ class DraftBudget:
         threshold, tokens, plain_tokens = self._best_step(
             np.resize(survival, (num_requests, survival.shape[1])), context_tokens, depth
         )
-        self._load, self._context_tokens = num_requests, context_tokens / num_requests
-        self._recent = np.concatenate([self._recent, survival])[-_RECENT_ROWS:]
+        self._last_num_requests, self._mean_context_tokens = num_requests, context_tokens / num_requests
+        self._recent_survival = np.concatenate([self._recent_survival, survival])[-_RECENT_ROWS:]
         if depth == self.depth:  # otherwise the step only tries another depth
             self._num_trials += 1
             num_steps = min(self._num_trials, max(16, _GAIN_WINDOW // num_requests))
@@ -229,14 +230,14 @@ class DraftBudget:
         return np.asarray((survival >= threshold).sum(axis=1), dtype=np.float64)
 
     def _update_gain(self, tokens: float, plain_tokens: float, num_steps: int) -> None:
-        self._tokens += (tokens / self._load - self._tokens) / num_steps
-        self._plain_tokens += (plain_tokens / self._load - self._plain_tokens) / num_steps
+        self._tokens += (tokens / self._last_num_requests - self._tokens) / num_steps
+        self._plain_tokens += (plain_tokens / self._last_num_requests - self._plain_tokens) / num_steps
 
     def _adapt_to_load(self, num_requests: int) -> None:
         """Predict gain and depth at another load, from recent drafts."""
-        self._load, self._num_steps = num_requests, 0
-        context_tokens = int(num_requests * self._context_tokens)
-        survival = np.resize(self._recent, (num_requests, self._recent.shape[1]))
+        self._last_num_requests, self._num_steps = num_requests, 0
+        context_tokens = int(num_requests * self._mean_context_tokens)
+        survival = np.resize(self._recent_survival, (num_requests, self._recent_survival.shape[1]))
         self.choose_depth(survival, num_requests, context_tokens, self.depth)
         _, tokens, plain_tokens = self._best_step(survival, context_tokens, self.depth)
         self._update_gain(tokens, plain_tokens, 1)
@@ -249,13 +250,13 @@ class DraftBudget:
         tokens = num_requests + np.concatenate(([0.0], np.cumsum(descending)))
         num_verified = np.arange(len(tokens), dtype=np.float64)
         target_s = self._target_s(num_requests, num_verified, context_tokens)
-        # The step's duration, expressed as the tokens that steps without drafts would yield in that time.
         step_s = target_s + self._drafter_s(num_requests, num_verified, depth)
         self._plain_tokens_per_s = num_requests / float(target_s[0])
+        # The tokens that steps without drafts would yield in the duration of this step.
         plain_tokens = step_s * self._plain_tokens_per_s
-        best_num = int(np.argmax(tokens - self._gain * plain_tokens))
-        threshold = float(descending[best_num - 1]) if best_num else np.inf
-        return threshold, float(tokens[best_num]), float(plain_tokens[best_num])
+        num_best = int(np.argmax(tokens - self._gain * plain_tokens))
+        threshold = float(descending[num_best - 1]) if num_best else np.inf
+        return threshold, float(tokens[num_best]), float(plain_tokens[num_best])
 
     def choose_depth(self, survival: Array, num_requests: int, context_tokens: int, depth: int) -> None:
         """Set `depth` to the one with the most net tokens, averaged over recent steps. Arguments as for `choose`."""
@@ -289,7 +290,7 @@ class DraftBudget:
                 self._retry_s = _RETRY_S
             self._paused_at_load, self._num_trials = 0, 0
             self._tokens = self._plain_tokens = 1.0
-        elif self._load and not 0.5 < num_requests / self._load < 2:
+        elif self._last_num_requests and not 0.5 < num_requests / self._last_num_requests < 2:
             self._adapt_to_load(num_requests)
         if self._num_trials >= _TRIAL_STEPS and self._overall_gain < 1:
             self._paused_at_load, self._retry_at = num_requests, now_s + self._retry_s
@@ -299,17 +300,18 @@ class DraftBudget:
 
     def _target_s(self, num_requests: int, num_verified: Array, context_tokens: int) -> Array:
         """Return the predicted seconds of the target's pass, non-decreasing with the number of verified drafts."""
-        return np.maximum.accumulate(self._target.predict(_target_features(num_requests, num_verified, context_tokens)))
+        features = _target_features(num_requests, num_verified, context_tokens)
+        return np.maximum.accumulate(self._target_cost.predict(features))
 
     def _drafter_s(self, num_requests: int, num_verified: Array, depth: int) -> Array:
-        return np.maximum.accumulate(self._drafter.predict(_drafter_features(num_requests, num_verified, depth)))
+        return np.maximum.accumulate(self._drafter_cost.predict(_drafter_features(num_requests, num_verified, depth)))
 
     def observe_step(self, step: DecodingStep, *, target_s: float, drafter_s: float) -> None:
         """Learn from a step without prompt tokens; `drafter_s` is 0 if the drafter did not run."""
         num_verified = np.float64(step.num_verified)
-        self._target.observe(_target_features(step.num_requests, num_verified, step.context_tokens), target_s)
+        self._target_cost.observe(_target_features(step.num_requests, num_verified, step.context_tokens), target_s)
         if drafter_s > 0:
-            self._drafter.observe(_drafter_features(step.num_requests, num_verified, step.depth), drafter_s)
+            self._drafter_cost.observe(_drafter_features(step.num_requests, num_verified, step.depth), drafter_s)
 
     def observe_prompts(self, step: DecodingStep, num_prompt_tokens: int, drafter_s: float) -> None:
         """Learn from a step that decodes and also computes prompt tokens."""
