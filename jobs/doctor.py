@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
 
 
 def examine(hardware: "Hardware") -> dict[str, Any]:
-    """Examine this machine. `problems` prevent an engine from running; `advice` would make engines better."""
+    """Examine this machine. `problems` prevent an engine from running; `advice` says what could work better."""
     from peagle.catalog.embedded import EMBEDDED_TARGETS, is_embedded_ready
     from peagle.engine.environment import find_preload_libraries
     from peagle.engine.precision import resolve_precision
