@@ -85,7 +85,7 @@ def capture_sizes(spec: EngineSpec, hardware: Hardware) -> list[int] | None:
     max_decode_tokens = _rounded_up(
         spec.max_num_seqs * max(verify_tokens, slots_per_request(spec.drafter)), verify_tokens
     )
-    # Also for steps with a chunk of a prompt: twice the tokens of decoding, at most twice vLLM's default maximum of 512.
+    # Also for steps with a chunk of a prompt: twice the tokens of decoding, at most twice vLLM's default of 512.
     max_prefill_tokens = min(2 * spec.max_num_seqs * verify_tokens, 1024)
     max_size = min(max(max_decode_tokens, max_prefill_tokens), _MAX_SIZE) // verify_tokens * verify_tokens
     sizes = list(_VLLM_SIZES)
