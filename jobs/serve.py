@@ -198,7 +198,7 @@ def _deploy(config: ServeConfig, hardware: Any, served: "list[Served]", *, is_re
     if existing is not None and existing.status != "DEPLOY_FAILED":
         raise ConfigError(
             f"this cluster's Serve already has an application `{APP_NAME}` ({existing.status.value})",
-            hint="stop its `peagle serve`; if that is no longer running, delete it with:\n"
+            hint="stop that `peagle serve`; if it is no longer running, delete the application with:\n"
             f"  python -c \"from ray import serve; serve.delete('{APP_NAME}')\"",
         )
     for model in served:

@@ -195,7 +195,7 @@ class ResolvedEngine:
         ]
         if differences:
             notes.append(
-                f"the profile was made with another setup ({'; '.join(differences)}): its speeds may not apply here"
+                f"the profile was made with another setup ({'; '.join(differences)}): its speeds might not apply here"
             )
         return notes
 

@@ -109,7 +109,7 @@ def check_fit(drafter: Mapping[str, Any], target: Mapping[str, Any]) -> HeadFact
 def _max_k(method: DraftMethod, config: Mapping[str, Any]) -> int | None:
     """Return the largest K of a head that drafts blocks; None for other heads.
 
-    The first position of a block is for a known token, unless the head predicts a token there, too.
+    The first position of a block is for a known token, unless the head also predicts a token there.
     """
     if method not in BLOCK_METHODS:
         return None

@@ -1,7 +1,7 @@
 """The cost of a training run in the ledger OUTPUT/ledger: one session per attempt, for all devices that it uses.
 
 The time until the first work counts as loading. Work is computing hidden states, training steps, estimating the
-acceptance, and saving the head. It is recorded when its result is saved; unsaved work of a killed attempt is lost.
+acceptance, and saving the head. Work is recorded when its result is saved; unsaved work of a killed attempt is lost.
 """
 
 import contextlib

@@ -161,8 +161,8 @@ class EngineSpec:
     def caches_prefixes(self) -> bool:
         """Whether vLLM's prefix cache is on.
 
-        It is off with a block head: vLLM computes the head's keys and values only for tokens that the target computes,
-        so after a restored prefix nearly all drafts are rejected (vllm-project/vllm issue 47930).
+        The cache is off with a block head: vLLM computes the head's keys and values only for tokens that the target
+        computes, so after a restored prefix nearly all drafts are rejected (vllm-project/vllm issue 47930).
         """
         return self.enable_prefix_caching and not (self.drafter is not None and self.drafter.is_block)
 

@@ -34,8 +34,8 @@ _MAX_RETRY_S = 480.0
 class Calibration:
     """The probability that a draft is accepted if all earlier ones are: a logistic regression for each position.
 
-    Starts with the drafter's own probability, which is nearly calibrated because training minimises its divergence
-    from the target's.
+    Starts with the drafter's own probability, which is nearly calibrated because training minimises the divergence
+    from the target's probability.
     """
 
     def __init__(self, num_positions: int) -> None:

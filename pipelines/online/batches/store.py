@@ -79,11 +79,12 @@ def boot_id() -> str | None:
 class SteadyClock:
     """Unix time that ignores jumps of the wall clock. Thread-safe.
 
-    It advances with the machine's monotonic clock. If the wall clock jumps (NTP, an administrator, a resumed virtual
-    machine), the new time is trusted only after it has been steady for a day. So a wrong clock that is corrected
-    within a day does not make files expire early, and files that expire during a suspension are deleted a day late.
+    The clock advances with the machine's monotonic clock. If the wall clock jumps (NTP, an administrator, a resumed
+    virtual machine), the new time is trusted only after it has been steady for a day. So a wrong clock that is
+    corrected within a day does not make files expire early. Files that expire during a suspension are deleted a day
+    late.
 
-    A new process continues from the saved time. On the same boot, its `monotonic` is comparable with the saved one.
+    A new process continues from the saved time. On the same boot, the saved `monotonic` is comparable with its own.
     """
 
     def __init__(
@@ -139,7 +140,7 @@ class BatchStore:
     Attributes:
         now: the wall clock, for the times that are displayed.
         clock: decides when files and batches expire.
-        is_scheduling: whether only this process writes progress, so that its cached progress is current.
+        is_scheduling: whether only this process writes progress, so that cached progress is current.
     """
 
     def __init__(

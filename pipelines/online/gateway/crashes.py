@@ -63,7 +63,7 @@ class EngineCrashes:
         self._monotonic = monotonic
         self._latest: dict[str, _Crash] = {}  # by model
         self._retry_locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by model
-        self._crash_times: dict[str, list[float]] = {}  # account -> times of its crashes, oldest first
+        self._crash_times: dict[str, list[float]] = {}  # by account, oldest first
 
     def start(self, *, request_id: str, key: str, account: str, model: str) -> Attempt:
         """Record that a request is sent to an engine."""

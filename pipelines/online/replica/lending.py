@@ -47,7 +47,7 @@ class IdleSlots:
         return not num_used or num_used + num_slots <= self._max_used_with_rows
 
     async def track_interactive(self, answer: AsyncGenerator[T, None], num_slots: int) -> AsyncGenerator[T, None]:
-        """Count an interactive request until its answer ends, and return rows if it needs their slots."""
+        """Count an interactive request until its answer ends, and return rows if the request needs their slots."""
         self._num_interactive += num_slots
         self._recall()
         try:
