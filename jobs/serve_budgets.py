@@ -86,9 +86,9 @@ def _remove(path: Path, args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
 
     with edit_budgets(path) as budgets:
         if args.name not in budgets:
-            raise ConfigError(f"there is no budget of {args.name!r}", hint=did_you_mean(args.name, budgets))
+            raise ConfigError(f"there is no budget for {args.name!r}", hint=did_you_mean(args.name, budgets))
         del budgets[args.name]
-    print(f"removed the budget of {args.name}")
+    print(f"removed the budget for {args.name}")
     return 0, {"name": args.name}
 
 

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from pipelines.online.gateway.keys import KeyRecord
 
-# For each flag, the field of a key's record that it sets.
-_LIMITS = {
+# Field of a key's record for each flag.
+_FIELD_BY_FLAG = {
     "requests_per_min": "requests_per_min",
     "input_tokens_per_min": "input_tokens_per_min",
     "output_tokens_per_min": "output_tokens_per_min",
@@ -32,7 +32,7 @@ _LIMITS = {
     "request_tag": "request_tags",
     "operator": "is_operator",
 }
-_LATEST_EXPIRY = datetime(9999, 12, 31, tzinfo=UTC).timestamp()
+_MAX_EXPIRES_AT = datetime(9999, 12, 31, tzinfo=UTC).timestamp()
 HELP = """\
 Manage the endpoint's API keys in a file that contains only their hashes. A running endpoint applies a change within a
 second.
@@ -102,7 +102,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="LIMIT",
-        choices=[name.replace("_", "-") for name in _LIMITS],
+        choices=[name.replace("_", "-") for name in _FIELD_BY_FLAG],
         help="for set: name of the flag whose limit is removed; may be repeated",
     )
 
@@ -139,31 +139,31 @@ def _list(path: Path, args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
 def _add(path: Path, args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     from pipelines.online.gateway.keys import edit_keys, new_key
 
-    key, record = new_key(args.name, **_limits(args))
+    key, record = new_key(args.name, **_limits_from(args))
     with edit_keys(path, create=True) as records:
         records.append(record)
     print(key)
     return 0, {"name": args.name, "key": key}
 
 
-def _limits(args: argparse.Namespace) -> dict[str, Any]:
+def _limits_from(args: argparse.Namespace) -> dict[str, Any]:
     """Return the limits in the arguments, by field of a key's record.
 
     Raises:
         ConfigError: the expiry time is invalid or in the past.
     """
-    values = {field: getattr(args, flag) for flag, field in _LIMITS.items() if flag != "expires_at"}
-    values["expires_at"] = _expiry(args)
+    values = {field: getattr(args, flag) for flag, field in _FIELD_BY_FLAG.items() if flag != "expires_at"}
+    values["expires_at"] = _expires_at(args)
     return {field: value for field, value in values.items() if value is not None}
 
 
 def _set(path: Path, args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     from pipelines.online.gateway.keys import KeyRecord, with_limits
 
-    removed = [_LIMITS[flag.replace("-", "_")] for flag in args.without]
+    removed = [_FIELD_BY_FLAG[flag.replace("-", "_")] for flag in args.without]
     defaults = {field: KeyRecord.model_fields[field].get_default(call_default_factory=True) for field in removed}
     with _edit(path, args.name) as (records, index):
-        records[index] = with_limits(records[index], **{**defaults, **_limits(args)})
+        records[index] = with_limits(records[index], **{**defaults, **_limits_from(args)})
         record = records[index]
     print(*_describe(record), sep="  ")
     return 0, record.model_dump(mode="json", exclude={"sha256"})
@@ -205,7 +205,7 @@ def _describe(record: "KeyRecord") -> list[str]:
     return [*parts, "expired"] if record.is_expired() else parts
 
 
-def _expiry(args: argparse.Namespace) -> float | None:
+def _expires_at(args: argparse.Namespace) -> float | None:
     """Return the Unix time at which a key expires, or None.
 
     Raises:
@@ -221,12 +221,12 @@ def _expiry(args: argparse.Namespace) -> float | None:
         try:
             moment = datetime.fromisoformat(args.expires_at)
         except ValueError:
-            hint = "write it as 2027-01-31 or 2027-01-31T12:00+01:00"
+            hint = "write the time as 2027-01-31 or 2027-01-31T12:00+01:00"
             raise ConfigError(f"{option}: not a valid time", hint=hint) from None
         expires_at = moment.replace(tzinfo=moment.tzinfo or UTC).timestamp()
     else:
         return None
-    if not now < expires_at < _LATEST_EXPIRY:
+    if not now < expires_at < _MAX_EXPIRES_AT:
         raise ConfigError(f"{option}: the key would never be valid", hint="use a future time before the year 10000")
     return expires_at
 

@@ -124,7 +124,7 @@ class ResolvedEngine:
 
     @property
     def follows_profile(self) -> bool:
-        """Whether the drafter is the profile's. If not, the profile's measurements do not apply."""
+        """Whether the drafter is the profile's; otherwise the profile's measurements do not apply."""
         drafter = self.spec.drafter
         method_and_k = (drafter.method, drafter.num_speculative_tokens) if drafter else (NONE, 0)
         return self.profile is not None and method_and_k == (self.profile.chosen.method, self.profile.chosen.k)
@@ -132,8 +132,8 @@ class ResolvedEngine:
     def break_even(self, hardware: Hardware) -> dict[int, float]:
         """Return the break-even acceptance lengths by concurrency; empty if unknown.
 
-        They come from the profile that the engine follows, or else from the measurements of the model card with the
-        card's own head. The result is empty with `verify: auto`, which only verifies drafts that are worth their time.
+        They come from the profile that the engine follows, or else from the model card if the drafter is the card's
+        head. The result is empty with `verify: auto`, which only verifies drafts that are worth their time.
         """
         if self.spec.drafter is not None and self.spec.drafter.verify == "auto":
             return {}
@@ -181,17 +181,21 @@ class ResolvedEngine:
             return []
         notes = [f"profile: {profile.decision}"]
         if not self.follows_profile:
-            notes.append("the drafter differs from the profile's, so its measurements do not apply")
+            notes.append("the drafter differs from the profile's, so the profile's measurements do not apply")
         head = profile.chosen.head_fingerprint if self.follows_profile else None
-        values = {
+        measured_and_current = {
             "hardware": (profile.hardware, hardware.describe()),
             "weights": (profile.target.revision, self.model.fingerprint),
             **({"head": (head, self.drafter.fingerprint)} if head else {}),
         } | {name: (profile.versions.get(name), v) for name, v in versions().items() if name.startswith("vllm")}
-        differences = [f"{name} {measured}, now {now}" for name, (measured, now) in values.items() if measured != now]
+        differences = [
+            f"{name} {measured}, now {current}"
+            for name, (measured, current) in measured_and_current.items()
+            if measured != current
+        ]
         if differences:
             notes.append(
-                f"the profile was made with another setup ({'; '.join(differences)}): its speeds may not apply here"
+                f"the profile was made with another setup ({'; '.join(differences)}): its speeds might not apply here"
             )
         return notes
 
@@ -250,7 +254,7 @@ def compose_fake_engine(options: EngineOptions, hardware: Hardware) -> ResolvedE
 def compose_engine(
     options: EngineOptions, hardware: Hardware, model: ResolvedModel, drafter: ResolvedDrafter
 ) -> ResolvedEngine:
-    """Return the engine of a resolved model and drafter. Raises PrecisionError if the hardware cannot run it."""
+    """Return the engine of a resolved model and drafter; raises PrecisionError if the hardware cannot run it."""
     if drafter.spec is not None and options.pipeline_parallel_size > 1:
         # A drafter reads hidden states of several layers, but vLLM 0.29 does not pass them from stage to stage.
         raise ConfigError(

@@ -30,12 +30,15 @@ from peagle.requests.tokenizer import load_tokenizer
 
 
 def time_left_s(done: Sequence[PassRecord], left: Sequence[Pass], *, is_running: bool) -> float | None:
-    """Estimate the seconds until the last pass ends; None before the first pass has finished."""
+    """Estimate the seconds until the last pass ends; None before the first pass has finished.
+
+    `is_running` says whether the engine of the first pass in `left` is running, so that it need not be started.
+    """
     if not done:
         return None
-    starts = num_starts(left) - (1 if is_running and left else 0)
+    num_starts_left = num_starts(left) - (1 if is_running and left else 0)
     start_s = statistics.mean(record.start_s for record in done)
-    return starts * start_s + sum(_pass_s(done, planned.concurrency) for planned in left)
+    return num_starts_left * start_s + sum(_pass_s(done, planned.concurrency) for planned in left)
 
 
 def _pass_s(done: Sequence[PassRecord], concurrency: int) -> float:
@@ -82,7 +85,7 @@ class Bench(Measurement):
         )
 
     def _has_time_for(self, planned: Pass, *, is_running: bool) -> bool:
-        """Return whether a pass should end within the time budget. Each command runs at least one pass."""
+        """Return whether a pass would probably end within the time budget. Each command runs at least one pass."""
         budget_s = self.plan.config.time_budget_s
         if budget_s is None or len(self.done) == self._num_resumed:
             return True

@@ -18,7 +18,7 @@ from peagle.engine.spec import BLOCK_METHODS, DRAFT_METHODS, DraftMethod
 from peagle.errors import DrafterError
 
 _MASK_TOKEN_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
-# From the quick start of P-EAGLE's launch, and EAGLE-3's best K (both vLLM blog, 2026-03-13).
+# From P-EAGLE's announcement on the vLLM blog, 2026-03-13: its quick start, and the best K of EAGLE-3 there.
 _DEFAULT_K = {"peagle": 5, "eagle3": 3}
 
 
@@ -60,13 +60,13 @@ def read_head(config: Mapping[str, Any]) -> HeadFacts:
     vocab_size = layer_config.get("vocab_size")
     if hidden_size is None or vocab_size is None:
         raise DrafterError("the drafter's config.json lacks hidden_size or vocab_size")
-    block = config.get("dflash_config") or {}
-    aux = config.get("eagle_aux_hidden_state_layer_ids") or config.get("aux_hidden_state_layer_ids")
-    aux = aux or (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    block_config = config.get("dflash_config") or {}
+    aux_layer_ids = config.get("eagle_aux_hidden_state_layer_ids") or config.get("aux_hidden_state_layer_ids")
+    aux_layer_ids = aux_layer_ids or (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     # These keys name the layer whose output is read, which is the input of the next layer.
-    output_layer_ids = block.get("target_layer_ids") or config.get("target_layer_ids") or ()
-    aux = aux or [layer + 1 for layer in output_layer_ids]
-    mask_token_ids = (keys.get(key) for keys in (block, config) for key in _MASK_TOKEN_KEYS)
+    output_layer_ids = block_config.get("target_layer_ids") or config.get("target_layer_ids") or ()
+    aux_layer_ids = aux_layer_ids or [layer + 1 for layer in output_layer_ids]
+    mask_token_ids = (keys.get(key) for keys in (block_config, config) for key in _MASK_TOKEN_KEYS)
     mask_token_id = next((token_id for token_id in mask_token_ids if token_id is not None), None)
     proposals = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
     k = proposals[0].get("speculative_tokens")
@@ -76,7 +76,7 @@ def read_head(config: Mapping[str, Any]) -> HeadFacts:
         vocab_size=vocab_size,
         draft_vocab_size=config.get("draft_vocab_size") or vocab_size,
         num_layers=layer_config.get("num_hidden_layers") or 1,
-        aux_layer_ids=tuple(aux),
+        aux_layer_ids=tuple(aux_layer_ids),
         mask_token_id=mask_token_id,
         num_speculative_tokens=int(k) if k else None,
         max_k=_max_k(method, config),
@@ -86,7 +86,7 @@ def read_head(config: Mapping[str, Any]) -> HeadFacts:
 
 
 def check_fit(drafter: Mapping[str, Any], target: Mapping[str, Any]) -> HeadFacts:
-    """Return the facts of a head. Raises DrafterError if the head does not fit the target."""
+    """Return the facts of a head; raises DrafterError if it does not fit the target. Arguments are `config.json`."""
     head = read_head(drafter)
     text_config = target.get("text_config") or target
     num_layers = text_config["num_hidden_layers"]
@@ -100,16 +100,16 @@ def check_fit(drafter: Mapping[str, Any], target: Mapping[str, Any]) -> HeadFact
     if outside := [layer for layer in head.aux_layer_ids if not 0 <= layer <= num_layers]:
         raise _target_mismatch(f"it reads layers {outside}, but the target has {num_layers} layers")
     if head.method != "eagle3":
-        _check_mask_token(head)
+        _check_parallel_head(head)
     if head.method == "dspark" and not drafter.get("markov_rank"):
-        raise DrafterError("a DSpark head requires a Markov head (markov_rank), which vLLM loads with it")
+        raise DrafterError("a DSpark head requires a Markov head: its config.json has no markov_rank")
     return head
 
 
 def _max_k(method: DraftMethod, config: Mapping[str, Any]) -> int | None:
     """Return the largest K of a head that drafts blocks; None for other heads.
 
-    The first position of a block is for a known token, unless the head predicts a token there, too.
+    The first position of a block is for a known token, unless the head also predicts a token there.
     """
     if method not in BLOCK_METHODS:
         return None
@@ -121,7 +121,7 @@ def _max_k(method: DraftMethod, config: Mapping[str, Any]) -> int | None:
     return size if predicts_from_first else size - 1
 
 
-def _check_mask_token(head: HeadFacts) -> None:
+def _check_parallel_head(head: HeadFacts) -> None:
     if head.mask_token_id is None:
         raise DrafterError(
             f"the drafter has no mask token ({', '.join(_MASK_TOKEN_KEYS)}), which parallel drafting requires",
@@ -137,12 +137,12 @@ def _check_mask_token(head: HeadFacts) -> None:
 
 
 def _method(config: Mapping[str, Any]) -> DraftMethod:
-    kind = config.get("speculators_model_type")
-    if kind in DRAFT_METHODS:
-        return cast(DraftMethod, kind)
-    if kind is not None:
+    model_type = config.get("speculators_model_type")
+    if model_type in DRAFT_METHODS:
+        return cast(DraftMethod, model_type)
+    if model_type is not None:
         hint = f"choose from {', '.join(DRAFT_METHODS)}"
-        raise DrafterError(f"drafters of type {kind!r} are not supported", hint=hint)
+        raise DrafterError(f"drafters of type {model_type!r} are not supported", hint=hint)
     architectures = str(config.get("architectures")).lower()
     if "dflash2" in architectures:
         raise DrafterError("DFlash2 heads are not supported", hint=f"choose from {', '.join(DRAFT_METHODS)}")
@@ -168,7 +168,7 @@ def _target_mismatch(reason: str) -> DrafterError:
 
 
 Shapes = Mapping[str, tuple[int, ...]]
-_LAYER = re.compile(r"(?:layers\.(\d+)|midlayer)\.")
+_LAYER_NAME = re.compile(r"(?:layers\.(\d+)|midlayer)\.")
 
 
 def read_shapes(folder: Path) -> Shapes:
@@ -182,7 +182,7 @@ def read_dtypes(folder: Path) -> Mapping[str, str]:
 
 
 def check_weights(shapes: Shapes, head: HeadFacts) -> None:
-    layers = {int(match[1] or 0) for name in shapes if (match := _LAYER.match(name))}
+    layers = {int(match[1] or 0) for name in shapes if (match := _LAYER_NAME.match(name))}
     if layers != set(range(head.num_layers)):
         reason = f"config.json has {head.num_layers} layers, but the weights have layers {sorted(layers)}"
         raise _weights_mismatch(reason)

@@ -1,4 +1,4 @@
-"""Targets in INT8, converted once per node to `$PEAGLE_HOME/targets/<name>-int8-<fingerprint>/`, which vLLM loads.
+"""Targets in INT8: each node converts a target once to `$PEAGLE_HOME/targets/<name>-int8-<fingerprint>/` for vLLM.
 
 `python -m peagle.catalog.int8 SOURCE FOLDER` converts file by file, so that models can be larger than memory. The
 format is compressed-tensors, "int-quantized"; the engine quantises activations per token.
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     import torch
 
 
-# Linear layers that vLLM's architectures build with the checkpoint's quantisation. vLLM fuses q, k, v and gate, up, so
-# either all of them or none are converted.
+# Linear layers that vLLM's architectures build with the checkpoint's quantisation. vLLM fuses q, k and v, and
+# gate and up, so all matrices of a fused layer are converted or none.
 _LINEAR = re.compile(r"(.*\.)?layers\.\d+\.(.*\.)?((q|k|v|o|qkv|gate|up|down|gate_up)_proj|w[123])\.weight")
 _ENCODER = re.compile(r"vision|visual|image|audio|speech")
-_OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 
 
 def is_quantizable(name: str, num_dimensions: int) -> bool:
@@ -54,7 +54,7 @@ def convert(source: Path, folder: Path) -> None:
     from safetensors.torch import save_file
 
     for file in source.iterdir():
-        is_weights = file.suffix in _OTHER_WEIGHTS or file.name.endswith(".index.json")
+        is_weights = file.suffix in _WEIGHT_SUFFIXES or file.name.endswith(".index.json")
         if file.is_file() and not file.name.startswith(".") and file.name != MANIFEST and not is_weights:
             shutil.copyfile(file, folder / file.name)
     unconverted: list[str] = []
@@ -111,24 +111,25 @@ def quantization_config(unconverted: Iterable[str]) -> Mapping[str, Any]:
 
 
 CONVERTER_VERSION = 1  # increment when the output of `int8.py` changes
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 _HINT = "use --precision auto, or bf16"
 
 
 def require_convertible(path: str, config: Mapping[str, Any], hardware: Hardware) -> None:
     """Check that a target can run in INT8. For a hub id, only the configuration is checked."""
-    text = config.get("text_config") or config
-    if hardware.platform == "cpu" and "amx_tile" not in hardware.cpu_flags and any(text.get(key) for key in _EXPERTS):
+    text_config = config.get("text_config") or config
+    has_experts = any(text_config.get(key) for key in _NUM_EXPERTS_KEYS)
+    if has_experts and hardware.platform == "cpu" and "amx_tile" not in hardware.cpu_flags:
         raise PrecisionError(
             f"vLLM supports int8 experts only on CPUs with AMX; this is {hardware.describe()}", hint=_HINT
         )
     if not Path(path).is_dir():
         return
     shapes = _shapes(Path(path))
-    fused = next((name for name, shape in shapes.items() if "experts" in name and len(shape) > 2), None)
-    if fused is not None:
+    fused_experts = next((name for name, shape in shapes.items() if "experts" in name and len(shape) > 2), None)
+    if fused_experts is not None:
         raise PrecisionError(
-            f"{path} stores its experts in one tensor ({fused}), which cannot be converted to int8", hint=_HINT
+            f"{path} stores its experts in one tensor ({fused_experts}), which cannot be converted to int8", hint=_HINT
         )
     if not any(is_quantizable(name, len(shape)) for name, shape in shapes.items()):
         reason = "no linear layers to convert to int8" if shapes else "no *.safetensors to convert to int8"
@@ -141,9 +142,9 @@ def ensure_int8(
     """Return the folder of a target in INT8; convert it first if it is missing or damaged (see `ensure_converted`)."""
     source = Path(model) if Path(model).is_dir() else _downloaded(model, revision)
     fingerprint = folder_fingerprint(source)
-    key = f"{fingerprint}:{CONVERTER_VERSION}"
+    identity = f"{fingerprint}:{CONVERTER_VERSION}"
     name = f"{Path(model).name}-int8"
-    folder = peagle_home() / "targets" / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
+    folder = peagle_home() / "targets" / f"{name}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
 
     def fill(out: Path) -> dict[str, Any]:
         num_bytes = sum(file.stat().st_size for file in weight_files(source))
@@ -172,7 +173,8 @@ def _shapes(folder: Path) -> dict[str, list[int]]:
             with safe_open(file, framework="numpy") as opened:
                 shapes |= {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118 - not a mapping
     except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise CatalogError(f"{folder}: its weights cannot be read: {error}", hint="copy the model again") from error
+        message = f"the weights in {folder} cannot be read: {error}"
+        raise CatalogError(message, hint="copy the model again") from error
     return shapes
 
 

@@ -87,7 +87,7 @@ def find_files(
         files = [replace(f, format="openai-batch") if f.format == "jsonl" and _begins_as_batch(f) else f for f in files]
     files_by_format = {file.format: file for file in reversed(files)}
     if "openai-batch" in files_by_format and len(files_by_format) > 1:
-        (other, *_) = (file for kind, file in files_by_format.items() if kind != "openai-batch")
+        (other, *_) = (file for name, file in files_by_format.items() if name != "openai-batch")
         raise InputError(
             f"input {other.path} is not an OpenAI batch, but {files_by_format['openai-batch'].path} is",
             hint="use two runs, or set --input-format",
@@ -127,8 +127,8 @@ def scan(
     spans: list[Span] = []
     schemas: list[pa.Schema] = []
     digest = hashlib.sha256()
-    version = _VERSION_PREFIX if earlier_fingerprint is None or earlier_fingerprint.startswith(_VERSION_PREFIX) else ""
-    sizes = cut.sizes()
+    prefix = _VERSION_PREFIX if earlier_fingerprint is None or earlier_fingerprint.startswith(_VERSION_PREFIX) else ""
+    span_sizes = cut.sizes()
     rows_left = limit if limit is not None else 2**63
     num_valid, first_error = 0, None
     with UniqueIds() as ids:
@@ -137,11 +137,11 @@ def scan(
                 break
             digest.update(f"{file.format} ".encode())
             if file.format == "parquet":
-                file_spans, schema = scan_parquet(file, sizes, rows_left, digest, estimate, old_digest=not version)
+                file_spans, schema = scan_parquet(file, span_sizes, rows_left, digest, estimate, old_digest=not prefix)
                 num_valid += sum(s.num_rows for s in file_spans)
             else:
                 text_scan = _TextScan(file, index, ids, estimate)
-                file_spans, schema = text_scan.run(sizes, rows_left, digest)
+                file_spans, schema = text_scan.run(span_sizes, rows_left, digest)
                 num_valid, first_error = num_valid + text_scan.num_valid, first_error or text_scan.first_error
             spans += file_spans
             rows_left -= sum(s.num_rows for s in file_spans)
@@ -158,7 +158,7 @@ def scan(
     schema = unify_schemas(schemas)
     if not num_valid or not len(schema):
         raise InputError(f"input: no row is valid; first error: {first_error or 'every row is an empty object'}")
-    return spans, schema, version + digest.hexdigest()
+    return spans, schema, prefix + digest.hexdigest()
 
 
 def read_span(span: Span) -> Iterator[RawRow]:
@@ -201,32 +201,32 @@ class _TextScan:
         self.num_valid = 0
         self.first_error: str | None = None
 
-    def run(self, sizes: Iterator[int], max_rows: int, digest: Any) -> tuple[list[Span], pa.Schema]:
+    def run(self, span_sizes: Iterator[int], max_rows: int, digest: Any) -> tuple[list[Span], pa.Schema]:
         """Return the spans and the schema of the file, and update `digest` with its lines."""
         spans: list[Span] = []
         first_row = 0
         with contextlib.closing(Lines(self._file.path)) as lines:
             lines.on_line = digest.update
             rows = parse_records(self._file.format, lines)
-            while first_row < max_rows and (span := self._next_span(rows, lines, first_row, max_rows, sizes)):
+            while first_row < max_rows and (span := self._next_span(rows, lines, first_row, max_rows, span_sizes)):
                 spans.append(span)
                 first_row += span.num_rows
         return spans, BATCH_SCHEMA if self._is_batch else self._columns.schema()
 
     def _next_span(
-        self, rows: Iterator[Record], lines: Lines, first_row: int, max_rows: int, sizes: Iterator[int]
+        self, rows: Iterator[Record], lines: Lines, first_row: int, max_rows: int, span_sizes: Iterator[int]
     ) -> Span | None:
         """Return the next span; None at the end of the file."""
         start, first_line, header = lines.position, lines.number, ""  # a CSV file's first span starts with its header
-        num_rows = work = span_rows = 0
+        num_rows = work = max_span_rows = 0
         previous_position = start
         for record in rows:
-            span_rows = span_rows or min(next(sizes), max_rows - first_row)
+            max_span_rows = max_span_rows or min(next(span_sizes), max_rows - first_row)
             header, num_rows = record.header, num_rows + 1
             work += self._estimate.of_row(record.row, lines.position - previous_position)
             previous_position = lines.position
             self._add(record)
-            if num_rows == span_rows:
+            if num_rows == max_span_rows:
                 break
         if not num_rows:
             return None

@@ -35,14 +35,14 @@ def _csv_records(lines: Lines, header: str) -> Iterator[Record]:
     """Yield rows. `header` has the column names as JSON; if it is empty, the first line has the column names."""
     rows = _csv_rows(lines)
     if not header:
-        header = _header(rows, lines.path)
+        header = _read_header(rows, lines.path)
     names = json.loads(header)
     for values, line in rows:
-        yield Record(_row(names, values, f"{lines.path} line {line}"), line, header)
+        yield Record(_csv_row(names, values, f"{lines.path} line {line}"), line, header)
 
 
 def _csv_rows(lines: Lines) -> Iterator[tuple[list[str], int]]:
-    """Yield the fields of non-blank rows with the numbers of their first lines."""
+    """Yield the fields of each non-blank row, and the number of its first line."""
     csv.field_size_limit(MAX_LINE_BYTES)
     # While the first line is read, `lines.number` is already 2.
     without_bom = (line.removeprefix(_BOM) if lines.number == 2 else line for line in lines)
@@ -65,7 +65,7 @@ def _csv_rows(lines: Lines) -> Iterator[tuple[list[str], int]]:
             yield values, number
 
 
-def _header(rows: Iterator[tuple[list[str], int]], path: str) -> str:
+def _read_header(rows: Iterator[tuple[list[str], int]], path: str) -> str:
     """Return the column names as JSON; raises InputError if the header is invalid."""
     names, number = next(rows, ([], 1))
     where = f"input {path} line {number}"
@@ -87,7 +87,7 @@ def _header(rows: Iterator[tuple[list[str], int]], path: str) -> str:
     return json.dumps(names)
 
 
-def _row(names: list[str], values: list[str], where: str) -> RawRow:
+def _csv_row(names: list[str], values: list[str], where: str) -> RawRow:
     text = ",".join(values)
     if not _is_utf8(text):
         raw = text.encode(errors="surrogateescape").decode(errors="replace")
@@ -136,19 +136,19 @@ def envelope_error(columns: dict[str, Any]) -> str | None:
 _MAX_DEPTH = 500  # levels of a JSON row; Python's recursion limit is 1000, including the callers
 
 
-def parse_records(kind: str, lines: Lines, header: str = "") -> Iterator[Record]:
+def parse_records(text_format: str, lines: Lines, header: str = "") -> Iterator[Record]:
     """Yield the rows of a text format. After each row, `lines` is positioned exactly after it.
 
     `header` is needed if `lines` start in the middle of a CSV file.
     """
-    if kind == "csv":
+    if text_format == "csv":
         yield from _csv_records(lines, header)
         return
-    parse = _PARSERS[kind]
+    parse = _PARSERS[text_format]
     for line in lines:
         number = lines.number - 1
         if text := line.strip():
-            yield Record(parse(text if kind != "text" else line, f"{lines.path} line {number}"), number)
+            yield Record(parse(text if text_format != "text" else line, f"{lines.path} line {number}"), number)
 
 
 def read_records(span: Span) -> Iterator[RawRow]:

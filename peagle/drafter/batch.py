@@ -3,16 +3,16 @@
 P-EAGLE (arXiv 2602.01469) drafts K tokens in one pass. The input row at depth 0 has the last known token and the
 target's state; the row at depth d, d tokens later, has a mask token and a learned state. Together, these rows are a
 chain, and the position of the last known token is its anchor. Conditional-on-distribution (COD) sampling keeps all
-positions at depth 0, and a fraction ratio**d of them at depth d.
+positions at depth 0, and a share of `ratio ** d` of them at depth d.
 
 A block head (DFlash, DSpark) also has a row for each anchor and depth. But its rows have no target states. They read
 the states from keys and values, and attend to all rows of their block, so the block of an anchor is never incomplete.
 
 From the state at token t and the embedding of token t+1, the head predicts the target's distribution after t+1, t+2,
-... An engine knows both when it drafts. Documents are shifted accordingly and packed.
+... An engine knows this state and this token when it drafts. Documents are shifted accordingly and packed.
 
 Shapes: T tokens (of one document, or of all documents after the shift), S rows, R rows with a loss, P positions
-with a loss. In a batch, each of them includes padding, which is excluded from the loss.
+with a loss. In a batch, these numbers include padding, which is excluded from the loss.
 """
 # ruff: noqa: N815 - fields carry a shape suffix with capitals, as arguments do
 
@@ -31,7 +31,7 @@ class Rows:
     """The rows of one document: known tokens (depth 0), then chains ordered by anchor; or blocks ordered by anchor."""
 
     anchor_S: torch.Tensor  # position of the last known token of the row's chain
-    depth_S: torch.Tensor  # number of tokens after the anchor; the row's position is anchor + depth
+    depth_S: torch.Tensor  # number of tokens after the anchor
     first_anchor: int = 0  # rows with earlier anchors only provide context, and have no loss (`training.py`)
     is_blocks: bool = False  # whether the rows are those of a block head, with all depths of each anchor
 
@@ -77,18 +77,16 @@ def sample_rows(
         ratio: fraction of the anchors that is kept from one depth to the next.
     """
     num_tokens = loss_mask_T.shape[0]
-    candidates = torch.nonzero(loss_mask_T.cpu()).flatten()
-    rank = torch.empty_like(candidates)
-    rank[torch.randperm(len(candidates), generator=generator)] = torch.arange(len(candidates))
+    anchors = torch.nonzero(loss_mask_T.cpu()).flatten()
+    rank = torch.empty_like(anchors)
+    rank[torch.randperm(len(anchors), generator=generator)] = torch.arange(len(anchors))
     depth_D = torch.arange(1, num_depths)
-    num_kept_D = torch.tensor(
-        [round(len(candidates) * ratio**depth) for depth in range(1, num_depths)], dtype=torch.long
-    )
-    has_loss = F.pad(loss_mask_T.cpu(), (0, num_depths))[candidates[:, None] + depth_D]
-    chosen, deeper = torch.nonzero((rank[:, None] < num_kept_D) & has_loss, as_tuple=True)
+    num_kept_D = torch.tensor([round(len(anchors) * ratio**depth) for depth in range(1, num_depths)], dtype=torch.long)
+    has_loss = F.pad(loss_mask_T.cpu(), (0, num_depths))[anchors[:, None] + depth_D]
+    kept_anchor, kept_depth = torch.nonzero((rank[:, None] < num_kept_D) & has_loss, as_tuple=True)
     return Rows(
-        torch.cat([torch.arange(num_tokens), candidates[chosen]]),
-        torch.cat([torch.zeros(num_tokens, dtype=torch.long), depth_D[deeper]]),
+        torch.cat([torch.arange(num_tokens), anchors[kept_anchor]]),
+        torch.cat([torch.zeros(num_tokens, dtype=torch.long), depth_D[kept_depth]]),
     )
 
 
@@ -99,19 +97,19 @@ def sample_blocks(
 
     Rows after the end of the response are inputs of their block, but have no loss.
     """
-    candidates = torch.nonzero(loss_mask_T.cpu()).flatten()
-    num_kept = max(1, round(len(candidates) * share))
-    anchors = candidates[torch.randperm(len(candidates), generator=generator)[:num_kept]].sort().values
+    positions = torch.nonzero(loss_mask_T.cpu()).flatten()
+    num_kept = max(1, round(len(positions) * share))
+    anchors = positions[torch.randperm(len(positions), generator=generator)[:num_kept]].sort().values
     return Rows(anchors.repeat_interleave(num_depths), torch.arange(num_depths).repeat(len(anchors)), is_blocks=True)
 
 
 def attention_mask(query: Rows, key: Rows) -> torch.Tensor:
     """Return [..., Q, K] bool. Rows attend to known tokens up to their anchor, and to earlier rows of their chain."""
-    query_a, key_a = query.anchor_S[..., :, None], key.anchor_S[..., None, :]
-    query_d, key_d = query.depth_S[..., :, None], key.depth_S[..., None, :]
-    known = (key_d == 0) & (key_a <= query_a)
-    own_chain = (key_a == query_a) & (key_d <= query_d)
-    return known | own_chain
+    query_anchor, key_anchor = query.anchor_S[..., :, None], key.anchor_S[..., None, :]
+    query_depth, key_depth = query.depth_S[..., :, None], key.depth_S[..., None, :]
+    is_known = (key_depth == 0) & (key_anchor <= query_anchor)
+    is_own_chain = (key_anchor == query_anchor) & (key_depth <= query_depth)
+    return is_known | is_own_chain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,7 +174,7 @@ def make_batch(documents: Sequence[Document], rows: Sequence[Rows]) -> TrainingB
 
 
 def _pad(tensor: torch.Tensor) -> torch.Tensor:
-    """Append zeros so that few distinct lengths occur: at most an eighth of the length, or 7 if it is short."""
+    """Append at most len/8 or 7 zeros, whichever is more, so that few distinct lengths occur."""
     step = max(8, 2 ** (len(tensor).bit_length() - 4))
     missing = -len(tensor) % step
     return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])

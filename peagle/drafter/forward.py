@@ -122,13 +122,13 @@ _EQUAL_WEIGHTS = Weighting()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchLoss:
-    """The loss of a batch, and counts by depth."""
+    """The loss of a batch, and sums over rows by depth."""
 
     # Scalar with a gradient: the sum of the weighted losses of the rows, divided by the total fixed weight of the step.
     # With D-PACE, the result is not a mean, and is only comparable to other D-PACE losses. DSpark's loss includes the
     # loss of its confidence head.
     loss: torch.Tensor
-    correct_D: torch.Tensor
+    correct_D: torch.Tensor  # number of rows whose most likely draft is the target's
     accepted_D: torch.Tensor  # number of rows that are correct along with all earlier rows of their chain
     rows_D: torch.Tensor
     divergence_D: torch.Tensor
@@ -207,8 +207,8 @@ def parallel_states(head: Any, batch: TrainingBatch) -> torch.Tensor:
 def block_states(head: Any, batch: TrainingBatch) -> torch.Tensor:
     """Return a DFlash or DSpark head's states of all rows before its norm, [S, H].
 
-    A DFlash block starts with another row, which reads the known token and drafts nothing. In a DSpark block, the row
-    at depth 0 reads the known token. All other rows read the mask token.
+    A DFlash block starts with an additional row, which reads the known token and drafts nothing. In a DSpark block,
+    the row at depth 0 reads the known token. All other rows read the mask token.
     """
     num_depths = int(batch.documents[0].depth_S.max()) + 1
     block_size = num_depths + (0 if head.config.sample_from_anchor else 1)
@@ -302,7 +302,7 @@ def _sum_by_depth(values: torch.Tensor, depth: torch.Tensor, num_depths: int) ->
 
 @torch.no_grad()
 def drafted_tokens(head: Any, document: Document, num_speculative_tokens: int) -> torch.Tensor:
-    """Return the greedy drafts after each known token but the first, [T - 1, K], as token ids of the target.
+    """Return the greedy drafts after each known token except the first, [T - 1, K], as token ids of the target.
 
     Row t has the drafts for the tokens t+2, t+3, ... of the document, made when the tokens up to t+1 are known. Rows
     outside the response contain -1.
@@ -369,7 +369,7 @@ def estimate_acceptance(
     histogram = [0] * (num_speculative_tokens + 1)
     for index in documents:
         (document,) = store.documents([index])
-        start = int(document.loss_mask_T.int().argmax())
+        start = int(document.loss_mask_T.int().argmax())  # the response's first token
         drafted = drafted_tokens(head, document, num_speculative_tokens)
         for accepted in count_accepted(document.token_ids_T.tolist(), drafted, start):
             histogram[accepted] += 1

@@ -4,7 +4,7 @@ The loss is KL(target || draft), fused with the projection: the gradient of each
 chunk's logits are in the cache. An unfused loss would store several float32 tensors [R, V]; with V = 8,192, each takes
 32 KiB per row.
 
-Shapes: R rows with a loss, P positions that they predict, H hidden size, V draft vocabulary, T tokens, D depths.
+Shapes: R rows with a loss, P positions that these rows predict, H hidden size, V draft vocabulary, T tokens, D depths.
 """
 # ruff: noqa: N815 - fields carry a shape suffix with capitals, as arguments do
 
@@ -17,7 +17,7 @@ import torch
 from peagle.drafter.batch import TrainingBatch
 
 CHUNK_ROWS = 256
-_GPU_LOGITS = 2**25  # logits per chunk on a GPU, which needs larger kernels: 128 MiB per copy
+_GPU_CHUNK_LOGITS = 2**25  # logits per chunk on a GPU, which needs larger kernels: 128 MiB per copy
 _SMOOTHING = 0.5  # s of the D-PACE paper: confidence c becomes (1 - s) c + s, so that every chain has some weight
 
 
@@ -36,7 +36,7 @@ class RowLosses:
 
     loss: torch.Tensor  # scalar, weighted sum of the rows' divergences; the only field with a gradient
     divergence_R: torch.Tensor
-    correct_R: torch.Tensor
+    correct_R: torch.Tensor  # whether the head's most likely token is the target's
 
 
 def linear_loss(
@@ -122,9 +122,9 @@ class _LinearLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_loss: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
-        hidden = None if grad_hidden is None else grad_hidden * grad_loss.to(grad_hidden.dtype)
-        weight = None if grad_weight is None else grad_weight * grad_loss
-        return hidden, weight, None, None, None
+        scaled_hidden = None if grad_hidden is None else grad_hidden * grad_loss.to(grad_hidden.dtype)
+        scaled_weight = None if grad_weight is None else grad_weight * grad_loss
+        return scaled_hidden, scaled_weight, None, None, None
 
 
 def _chunks(
@@ -133,7 +133,7 @@ def _chunks(
     """Yield for each chunk: the rows, their indices in the target's logits, the target's logits, the head's logits."""
     dtype, sum_dtype = hidden_RH.dtype, _accumulation_dtype(hidden_RH)
     weight, target_weight = weight_VH.to(dtype), targets.weight_VH.to(dtype)
-    num_rows = CHUNK_ROWS if hidden_RH.device.type == "cpu" else max(CHUNK_ROWS, _GPU_LOGITS // len(weight))
+    num_rows = CHUNK_ROWS if hidden_RH.device.type == "cpu" else max(CHUNK_ROWS, _GPU_CHUNK_LOGITS // len(weight))
     for start in range(0, len(hidden_RH), num_rows):
         rows = slice(start, start + num_rows)
         positions, index = torch.unique_consecutive(position_R[rows], return_inverse=True)
@@ -155,8 +155,8 @@ class Weighting:
 
     depth_decay: float = 1.0  # a row at depth d weighs depth_decay ** d
     dpace: bool = False
-    # Share of chains that COD sampling keeps from one depth to the next, or by which `depth_decay` weighs the rows of
-    # blocks. D-PACE divides its products by powers of this share, to account for the chains that were dropped.
+    # Share of chains that COD sampling keeps from one depth to the next. Blocks keep all depths; for them, the share
+    # is a factor of `depth_decay`. D-PACE divides products by powers of the share, to account for dropped chains.
     cod_ratio: float = 1.0
 
 

@@ -1,7 +1,7 @@
 """The cost of a training run in the ledger OUTPUT/ledger: one session per attempt, for all devices that it uses.
 
 The time until the first work counts as loading. Work is computing hidden states, training steps, estimating the
-acceptance, and saving the head. It is recorded when its result is saved; unsaved work of a killed attempt is lost.
+acceptance, and saving the head. Work is recorded when its result is saved; unsaved work of a killed attempt is lost.
 """
 
 import contextlib
@@ -24,8 +24,8 @@ from peagle.errors import CapacityError, PriceError
 from peagle.files import converted_write_errors, make_folder
 from peagle.hardware import Hardware
 
-_BEAT_S = 5.0
-_FULL = "free some space, then repeat the command to resume from the last checkpoint"
+_HEARTBEAT_S = 5.0
+_DISK_FULL_HINT = "free some space, then repeat the command to resume from the last checkpoint"
 
 
 class TrainingSpending:
@@ -55,18 +55,19 @@ class TrainingSpending:
             self._write(ended=True) if error is None else self._advance(ended=True)
 
     def start(self) -> None:
+        """Record that work begins. Only the first call has an effect."""
         if self._first_work_at is None:
-            with converted_write_errors(self._folder, hint=_FULL):
+            with converted_write_errors(self._folder, hint=_DISK_FULL_HINT):
                 make_folder(self._folder)
             self._first_work_at = self._recorded_until = self._seen_at = max(self._now(), self._started_at)
             self._write()
 
     def beat(self) -> None:
-        if self._now() - self._seen_at >= _BEAT_S:
+        if self._now() - self._seen_at >= _HEARTBEAT_S:
             self._advance()
 
     def record_saved(self) -> None:
-        """Record that all work since the last call has been saved."""
+        """Record that all work since the last `record_saved` or `record_lost` has been saved."""
         self._advance()  # write the session before a record that refers to it
         if self._seen_at > self._recorded_until:
             self._num_recorded += 1
@@ -76,14 +77,14 @@ class TrainingSpending:
                 finished_at=self._seen_at,
                 busy_s=self._seen_at - self._recorded_until,
             )
-            with converted_write_errors(self._folder, hint=_FULL):
+            with converted_write_errors(self._folder, hint=_DISK_FULL_HINT):
                 append_request(
                     self._folder, self._facts.unbilled_request(f"{self._session_id}-{self._num_recorded}", usage)
                 )
             self._recorded_until = self._seen_at
 
     def record_lost(self) -> None:
-        """Record that all work since the last call is lost."""
+        """Record that all work since the last `record_saved` or `record_lost` is lost."""
         self._advance()
         self._recorded_until = self._seen_at
 
@@ -120,7 +121,7 @@ class TrainingSpending:
             ended=ended,
             **asdict(self._facts),
         )
-        with converted_write_errors(self._folder, hint=_FULL):
+        with converted_write_errors(self._folder, hint=_DISK_FULL_HINT):
             write_session(self._folder, session)
 
 
@@ -129,22 +130,24 @@ def training_spending(
 ) -> TrainingSpending:
     """Return the recorder of an attempt that has not started."""
     device: Device = "accelerator" if on_gpu else "vcpu"
-    price = _price(config, hardware, device, say)
+    price = _training_price(config, hardware, device, say)
     facts = EngineFacts.priced(
         price, model=config.model, num_devices=num_devices, device=device, tags=tags_to_text(config.tags)
     )
     return TrainingSpending((config.output / "ledger").resolve(), facts)
 
 
-def _price(config: TrainConfig, hardware: Hardware, device: Device, say: Callable[[str], None]) -> Price | None:
+def _training_price(
+    config: TrainConfig, hardware: Hardware, device: Device, say: Callable[[str], None]
+) -> Price | None:
     try:
         price = resolve_price(config, hardware)
     except PriceError as error:
         if any(name in config.model_fields_set for name in PRICE_OPTIONS):
             raise
-        say(f"the cost of the training is unknown: {error.message}")
+        say(f"the cost of this training run is unknown: {error.message}")
         return None
     if price.device != device:  # for example, responses were generated on GPUs and the training runs on CPUs
-        say(f"the cost of the training is unknown: the price is per {price.device}, not per {device}")
+        say(f"the cost of this training run is unknown: the price is per {price.device}, not per {device}")
         return None
     return price

@@ -1,9 +1,8 @@
 """The training of a head: recipe, workers, checkpoints, micro-batches, optimizer and loop.
 
-The documents, the rows (sampled with a seed from step and document, see
-`batch.py`) and the learning rate of a step depend only on the seed and
-the step. So a training run that resumes from a checkpoint reproduces the loss curve of an uninterrupted run.
-Likewise, several workers, each with a share of a step's documents, reproduce the loss curve of a single worker.
+The documents, the rows (`batch.py`) and the learning rate of a step depend only on the seed and the step. So a
+training run that resumes from a checkpoint reproduces the loss curve of an uninterrupted run. Likewise, several
+workers, each with a share of a step's documents, reproduce the loss curve of a single worker.
 
 Micro-batches save memory: gradients of a step are summed over parts of at most `micro_batch_tokens`, and a longer
 document is split by ranges of anchors.
@@ -47,7 +46,7 @@ class TrainingConfig:
     optimizer: str = "muon"
     learning_rate: float = 7e-4
     muon_learning_rate: float = 3.5e-3
-    final_learning_rate: float = 0.02
+    final_learning_rate: float = 0.02  # relative to the peak
     warmup_steps: int = 50
     weight_decay: float = 0.01
     clip_norm: float = 1.0
@@ -60,7 +59,7 @@ class TrainingConfig:
         return Weighting(depth_decay=self.depth_decay, dpace=self.depth_weight == "dpace", cod_ratio=self.cod_ratio)
 
     def learning_rate_at(self, step: int) -> float:
-        """Return AdamW's learning rate: a linear rise, then a cosine to `final_learning_rate` of the peak."""
+        """Return AdamW's learning rate: a linear rise, then a cosine to `final_learning_rate` times the peak."""
         if step < self.warmup_steps:
             return self.learning_rate * (step + 1) / self.warmup_steps
         progress = (step - self.warmup_steps) / max(1, self.num_steps - self.warmup_steps)
@@ -139,12 +138,12 @@ class ProcessGroup(SingleProcess):
         # One message per dtype, since many small messages are slow. Dtypes are in the order of the tensors, not of a
         # set, whose order may differ between processes, so that messages would not match.
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-            of_dtype = [tensor for tensor in tensors if tensor.dtype == dtype]
-            flat = torch.cat([tensor.flatten() for tensor in of_dtype])
+            same_dtype = [tensor for tensor in tensors if tensor.dtype == dtype]
+            flat = torch.cat([tensor.flatten() for tensor in same_dtype])
             torch.distributed.all_reduce(flat)
             with torch.no_grad():
-                sums = torch.split(flat, [tensor.numel() for tensor in of_dtype])
-                for tensor, summed in zip(of_dtype, sums, strict=True):
+                sums = torch.split(flat, [tensor.numel() for tensor in same_dtype])
+                for tensor, summed in zip(same_dtype, sums, strict=True):
                     tensor.copy_(summed.view_as(tensor))
 
     def broadcast_(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -173,7 +172,7 @@ class Checkpoint:
     weights: dict[str, torch.Tensor]
     optimizer: dict[str, Any]
     fingerprint: dict[str, Any]  # the settings that must be equal to resume
-    num_tokens: int  # number of tokens seen
+    num_tokens: int  # in all steps so far
     train_s: float
     metrics_bytes: int
 
@@ -225,8 +224,8 @@ def micro_batches(
             (document,) = store.documents([index])
             rows = _sample(document.loss_mask_T, index, config, step)
             first: TrainingBatch | None = None
-            for part in partition_rows(rows, -(-tokens // limit)):
-                batch = make_batch([document], [part])
+            for rows_part in partition_rows(rows, -(-tokens // limit)):
+                batch = make_batch([document], [rows_part])
                 first = first or batch
                 yield replace(batch, token_ids_T=first.token_ids_T, aux_TAH=first.aux_TAH, last_PH=first.last_PH)
         else:
@@ -245,15 +244,15 @@ def partition_rows(rows: Rows, num_parts: int) -> list[Rows]:
     (`Rows.first_anchor`).
     """
     last_anchor = int(rows.anchor_S[-1]) if len(rows) > rows.num_known else rows.num_known - 1
-    by_anchor = torch.bincount(rows.anchor_S, minlength=rows.num_known).cumsum(0)
-    targets = torch.arange(1, num_parts) * int(by_anchor[-1]) // num_parts
-    boundaries = [0, *torch.searchsorted(by_anchor, targets).add(1).tolist(), max(rows.num_known, last_anchor + 1)]
+    cumulative_rows = torch.bincount(rows.anchor_S, minlength=rows.num_known).cumsum(0)
+    ends = torch.arange(1, num_parts) * int(cumulative_rows[-1]) // num_parts
+    boundaries = [0, *torch.searchsorted(cumulative_rows, ends).add(1).tolist(), max(rows.num_known, last_anchor + 1)]
     parts = []
     for start, stop in itertools.pairwise(boundaries):
         if start < stop:
-            own = (rows.anchor_S >= start) & (rows.anchor_S < stop)
-            known = (rows.depth_S == 0) & (rows.anchor_S < start) & (not rows.is_blocks)
-            chosen = torch.nonzero(own | known).flatten()
+            own_rows = (rows.anchor_S >= start) & (rows.anchor_S < stop)
+            known_rows = (rows.depth_S == 0) & (rows.anchor_S < start) & (not rows.is_blocks)
+            chosen = torch.nonzero(own_rows | known_rows).flatten()
             parts.append(
                 replace(rows, anchor_S=rows.anchor_S[chosen], depth_S=rows.depth_S[chosen], first_anchor=start)
             )
@@ -279,11 +278,12 @@ def _sample(loss_mask_T: torch.Tensor, index: int, config: TrainingConfig, step:
     return sample_rows(loss_mask_T[1:], num_depths=config.num_depths, ratio=config.cod_ratio, generator=generator)
 
 
+# Matrices with a row per token of the vocabulary.
 _TABLES = ("embed_tokens.weight", "lm_head.weight", "markov_head.markov_w1.weight", "markov_head.markov_w2.weight")
 
 
 class HeadOptimizer:
-    """Muon (Jordan et al. 2024) for matrices; AdamW for vectors and for tables with a row per token."""
+    """Muon (Jordan et al. 2024) for matrices; AdamW for vectors and `_TABLES`."""
 
     def __init__(self, parameters: Mapping[str, torch.Tensor], config: TrainingConfig) -> None:
         is_muon = config.optimizer == "muon"
@@ -293,7 +293,7 @@ class HeadOptimizer:
         by_adamw = [tables if is_muon else tables + matrices, vectors]
         decays = (config.weight_decay, 0.0)
         groups = [{"params": p, "weight_decay": d} for p, d in zip(by_adamw, decays, strict=True) if p]
-        self._optimizers: dict[torch.optim.Optimizer, float] = {}  # with the ratio of its learning rate to AdamW's
+        self._optimizers: dict[torch.optim.Optimizer, float] = {}  # with learning rates relative to AdamW's
         if groups:
             self._optimizers[torch.optim.AdamW(groups, betas=(0.9, 0.95))] = 1.0
         if is_muon and matrices:
@@ -321,7 +321,7 @@ class HeadOptimizer:
             optimizer.load_state_dict(state[type(optimizer).__name__])
 
 
-_FULL = "free some space, then repeat the command to resume from the last checkpoint"
+_DISK_FULL_HINT = "free some space, then repeat the command to resume from the last checkpoint"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -353,6 +353,7 @@ def train(
 
     Args:
         fingerprint: settings that must be equal to resume, in addition to the recipe: target, features, head shape.
+        name_of: returns a document's name for error messages.
         workers: the process group, if several processes train together, each with the same arguments.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -369,12 +370,12 @@ def train(
         if workers.rank == 0:
             progress(record)
         now = time.monotonic()
-        out_of_time = workers.agree(time_budget_s is not None and now - started >= time_budget_s)
-        if out_of_time or now - last_save >= config.checkpoint_every_s:
+        is_out_of_time = workers.agree(time_budget_s is not None and now - started >= time_budget_s)
+        if is_out_of_time or now - last_save >= config.checkpoint_every_s:
             trainer.save()
             on_save()
             last_save = now
-        if out_of_time:
+        if is_out_of_time:
             break
     trainer.save()
     on_save()
@@ -417,7 +418,7 @@ class _Trainer:
         self.train_s = 0.0
         self._restore()
         workers.broadcast_(list(self.parameters.values()))  # initial weights differ between kinds of processors
-        self._attempt_tokens, self._attempt_s = 0, 0.0
+        self._attempt_tokens, self._attempt_s = 0, 0.0  # since this process started
 
     def advance(self) -> TrainingProgress:
         started = time.monotonic()
@@ -491,7 +492,7 @@ class _Trainer:
             train_s=self.train_s,
             metrics_bytes=self.metrics.num_bytes,
         )
-        with converted_write_errors(self.folder, RuntimeError, hint=_FULL):
+        with converted_write_errors(self.folder, RuntimeError, hint=_DISK_FULL_HINT):
             save_checkpoint(checkpoint, self.folder)
 
     def _restore(self) -> None:
@@ -535,7 +536,7 @@ class _Trainer:
             train_s=self.train_s,
         )
         if self.workers.rank == 0:
-            with converted_write_errors(self.folder, hint=_FULL):
+            with converted_write_errors(self.folder, hint=_DISK_FULL_HINT):
                 self.metrics.append(record)
         return record
 

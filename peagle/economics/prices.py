@@ -20,7 +20,7 @@ from typing import Literal, Self, cast, get_args
 from peagle.errors import PriceError, did_you_mean
 from peagle.tables import aligned
 
-MARKETS = ("on_demand", "spot")
+MARKETS = ("on_demand", "spot")  # in price tables; `Market` also has the markets of recorded prices
 PRICE_COLUMNS = tuple(f"usd_per_hour_{market}" for market in MARKETS)
 COLUMNS = (
     *("provider", "region", "instance_type", "accelerator", "accelerator_count", "vcpus", "memory_gib"),
@@ -87,15 +87,15 @@ def read_offers(path: Path) -> list[Offer]:
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file, strict=True)
             _check_columns(path, list(reader.fieldnames or ()))
-            offers = [_offer(path, reader.line_num, row) for row in reader]
+            offers = [_parse_offer(path, reader.line_num, row) for row in reader]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise PriceError(f"cannot read the price table {path}: {error}") from error
-    seen: set[tuple[str, str, str]] = set()
+    identities: set[tuple[str, str, str]] = set()
     for offer in offers:
-        key = (offer.provider, offer.region, offer.instance_type)
-        if key in seen:
+        identity = (offer.provider, offer.region, offer.instance_type)
+        if identity in identities:
             raise PriceError(f"{path}: {offer.instance_type} has two prices for {offer.place or 'all regions'}")
-        seen.add(key)
+        identities.add(identity)
     return offers
 
 
@@ -113,7 +113,7 @@ def _check_columns(path: Path, names: list[str]) -> None:
         )
 
 
-def _offer(path: Path, line: int, row: Mapping[str | None, str | None]) -> Offer:
+def _parse_offer(path: Path, line: int, row: Mapping[str | None, str | None]) -> Offer:
     if None in row or None in row.values():
         raise PriceError(f"{path}, line {line}: the number of fields differs from the header")
     values = {str(name): (value or "").strip() for name, value in row.items()}
@@ -203,9 +203,9 @@ class Price:
     on_demand_usd_per_hour: float | None = None
 
     def __post_init__(self) -> None:
-        for value, kind in ((self.market, Market), (self.device, Device), (self.basis or "stated", Basis)):
-            if value not in get_args(kind):
-                raise PriceError(f"{value!r} is not one of {', '.join(get_args(kind))}")
+        for value, literal in ((self.market, Market), (self.device, Device), (self.basis or "stated", Basis)):
+            if value not in get_args(literal):
+                raise PriceError(f"{value!r} is not one of {', '.join(get_args(literal))}")
         if not 0 < self.usd_per_hour < float("inf"):
             raise PriceError(
                 f"the price must be positive, got {self.usd_per_hour} USD per hour",
@@ -258,9 +258,9 @@ class PriceTable:
 
     @classmethod
     def load(cls, override: Path | None = None) -> Self:
-        """Load the packaged table, with rows of `override` added or replaced.
+        """Load the packaged table, with the rows of the user's table `override` added.
 
-        A row without provider and region replaces its instance type everywhere.
+        Each added row replaces the packaged rows that it matches (`Offer.replaces`).
         """
         added = read_offers(override) if override else []
         packaged = read_offers(Path(str(files("peagle.economics") / "prices.csv")))
@@ -286,12 +286,12 @@ class PriceTable:
         priced = [(offer, usd) for offer in offers if (usd := offer.usd_per_hour(market)) is not None]
         if not priced:
             raise PriceError(
-                f"no {market.replace('_', '-')} price for {instance_type}; known prices: {_listing(offers)}",
+                f"no {market.replace('_', '-')} price for {instance_type}; known prices: {_list_prices(offers)}",
                 hint=f"use another --market, {PRICE_HINT}",
             )
         lowest, highest = min(usd for _, usd in priced), max(usd for _, usd in priced)
-        if math.isclose(lowest, highest, rel_tol=1e-4):  # up to rounding: 21.957642 and 21.95764 of p4d.24xlarge
-            return _price(*priced[0], market)
+        if math.isclose(lowest, highest, rel_tol=1e-4):  # equal up to rounding, as 21.957642 and 21.95764
+            return _price_of_offer(*priced[0], market)
         if market != "spot":
             by_place = ", ".join(f"{offer.place} ${usd:g}" for offer, usd in priced)
             raise PriceError(
@@ -299,7 +299,7 @@ class PriceTable:
                 hint=f"set --region (and --provider), {PRICE_HINT}",
             )
         return replace(
-            _price(*min(priced, key=lambda pair: pair[1]), market),
+            _price_of_offer(*min(priced, key=lambda pair: pair[1]), market),
             doubt=f"spot costs ${lowest:g} to ${highest:g} per hour, depending on the region; this is the cheapest",
         )
 
@@ -327,7 +327,7 @@ class PriceTable:
         ]
         if not matching:
             place = " ".join(part for part in (provider, region) if part)
-            message = f"no price for {instance_type} at {place}; known prices: {_listing(in_all_regions)}"
+            message = f"no price for {instance_type} at {place}; known prices: {_list_prices(in_all_regions)}"
             raise PriceError(message, hint=PRICE_HINT)
         return matching
 
@@ -364,15 +364,15 @@ def price_lines(offers: Iterable[Offer], market: str) -> list[str]:
 
 
 def _price_range(offers: list[Offer], market: str) -> str:
-    for candidate in (market, *MARKETS):
-        prices = [usd for offer in offers if (usd := offer.usd_per_hour(candidate)) is not None]
+    for shown_market in (market, *MARKETS):
+        prices = [usd for offer in offers if (usd := offer.usd_per_hour(shown_market)) is not None]
         if prices:
             low, high = f"${min(prices):,.2f}", f"${max(prices):,.2f}"
-            return f"{low if low == high else f'{low} to {high}'}/h {candidate.replace('_', ' ')}"
+            return f"{low if low == high else f'{low} to {high}'}/h {shown_market.replace('_', ' ')}"
     raise AssertionError("an offer without a price")
 
 
-def _price(offer: Offer, usd_per_hour: float, market: str) -> Price:
+def _price_of_offer(offer: Offer, usd_per_hour: float, market: str) -> Price:
     return Price(
         instance_type=offer.instance_type,
         provider=offer.provider,
@@ -389,7 +389,7 @@ def _price(offer: Offer, usd_per_hour: float, market: str) -> Price:
     )
 
 
-def _listing(offers: list[Offer]) -> str:
+def _list_prices(offers: list[Offer]) -> str:
     return ", ".join(
         f"{offer.place} {market.replace('_', '-')} ${usd:g}".strip()
         for offer in offers

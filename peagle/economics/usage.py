@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 
-UNIT_KEY = b"peagle.usage"
+UNIT_KEY = b"peagle.usage"  # in Parquet metadata, as `SESSION_KEY`
 VERSION = 1
 Outcome = Literal["ok", "cut", "failed"]
 _TOLERANCE_S = 1e-6
@@ -101,7 +101,7 @@ class UnitUsage:
     @classmethod
     def from_record(cls, record: Any) -> Self:
         check_version(record.pop("version", None) if isinstance(record, dict) else None)
-        _check_names(cls, record)
+        _check_field_names(cls, record)
         return cls(**{**record, "speculation": SpeculationStats.from_dict(record["speculation"])})
 
 
@@ -146,7 +146,7 @@ class RequestUsage:
         try:
             record = json.loads(data)
             check_version(record.pop("version", None) if isinstance(record, dict) else None)
-            _check_names(cls, record)
+            _check_field_names(cls, record)
             if not 0 <= record["usd"] < math.inf:  # also rejects NaN, which would disable budgets
                 raise ValueError(f"usd must be a number of dollars, got {record['usd']}")
             if not all(isinstance(record[name], str) for name in ("request_id", "key", "model")):
@@ -271,8 +271,8 @@ def check_version(version: object) -> None:
         raise ValueError(f"version {version!r} is not supported; this peagle reads version {VERSION}")
 
 
-def _check_names(kind: type[UnitUsage] | type[RequestUsage], record: Mapping[str, object]) -> None:
-    names, required = _NAMES[kind]
+def _check_field_names(record_type: type[UnitUsage] | type[RequestUsage], record: Mapping[str, object]) -> None:
+    names, required = _FIELD_NAMES[record_type]
     if unknown := sorted(record.keys() - names):
         raise ValueError(f"unknown fields {', '.join(unknown)}")
     if missing := sorted(required - record.keys()):
@@ -291,17 +291,17 @@ def _check_fields(record: UnitUsage | EngineSession) -> None:
             raise ValueError(f"{field.name} cannot be negative, got {value}")
 
 
-# All fields, and the required ones; computed once because ledgers are read line by line.
-_NAMES = {
-    kind: (
-        frozenset(field.name for field in fields(kind)),
-        frozenset(field.name for field in fields(kind) if field.default is MISSING),
+# All fields, and the required fields; computed once because ledgers are read line by line.
+_FIELD_NAMES = {
+    record_type: (
+        frozenset(field.name for field in fields(record_type)),
+        frozenset(field.name for field in fields(record_type) if field.default is MISSING),
     )
-    for kind in (UnitUsage, RequestUsage)
+    for record_type in (UnitUsage, RequestUsage)
 }
 
 
-COUNTS = ("num_requests", "num_prompt_tokens", "num_cached_tokens", "num_output_tokens")  # in cost reports
+COUNTS = ("num_requests", "num_prompt_tokens", "num_cached_tokens", "num_output_tokens")  # of `Work`, in cost reports
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -341,12 +341,12 @@ class Work:
 
 
 SESSION_KEY = b"peagle.session"
-_STATES = ("load_s", "compile_s", "busy_s", "idle_s")
+_STATE_NAMES = ("load_s", "compile_s", "busy_s", "idle_s")
 
 
 def session_since(session: EngineSession, earlier: EngineSession) -> EngineSession:
-    """Return a session's usage after an earlier heartbeat, as if it had started then."""
-    elapsed: dict[str, Any] = {name: max(0.0, getattr(session, name) - getattr(earlier, name)) for name in _STATES}
+    """Return a session's usage after an earlier heartbeat, as if the session had started then."""
+    elapsed: dict[str, Any] = {name: max(0.0, getattr(session, name) - getattr(earlier, name)) for name in _STATE_NAMES}
     # All startup seconds count as load until the engine is ready; then part of them is reclassified as compile. The
     # difference of load + compile is used, so that no second counts twice.
     start_s = max(0.0, session.load_s + session.compile_s - earlier.load_s - earlier.compile_s)
@@ -369,7 +369,7 @@ def interpolate_session(moment: float, earlier: EngineSession | None, later: Eng
         earlier_value = getattr(earlier, name) if earlier else 0
         return float((1 - share) * earlier_value + share * getattr(later, name))
 
-    states: dict[str, Any] = {name: interpolate(name) for name in _STATES}
+    states: dict[str, Any] = {name: interpolate(name) for name in _STATE_NAMES}
     return replace(
         later,
         last_seen_at=later.started_at + sum(states.values()),

@@ -20,10 +20,11 @@ from peagle.ports import is_service_link
 from peagle.private import require_short_sockets
 
 _SYSTEM_LIBRARY_FOLDERS = ("/usr/lib/*-linux-gnu", "/usr/lib64", "/usr/lib", "/usr/local/lib", "/opt/conda/lib")
-# Defaults. Redirects are disabled because an allowed host could redirect to any address that the engine's machine can
-# reach. The last variable limits the compiled grammars that stay in the engine's memory; vLLM's default is 512 MB.
+# Defaults that the user may override. Redirects are disabled because an allowed host could redirect to any address that
+# the engine's machine can reach. The last variable limits the compiled grammars in the engine's memory; vLLM's default
+# is 512 MB.
 _DEFAULTS = {"VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0", "VLLM_XGRAMMAR_CACHE_MB": "64"}
-_BINDING = "VLLM_CPU_OMP_THREADS_BIND"
+_BINDING_VARIABLE = "VLLM_CPU_OMP_THREADS_BIND"
 # The variables at the start of this process, without those of an earlier engine.
 _INHERITED: Mapping[str, str] = dict(os.environ)
 _TCMALLOC_PATTERNS = ("libtcmalloc_minimal.so*", "libtcmalloc.so*")
@@ -40,7 +41,7 @@ def environment(
     """Return variables for engine `engine_index` of `num_engines_on_node`, and create the folder for compiled code.
 
     Raises:
-        CapacityError: fewer physical cores than engines (CPU only).
+        CapacityError: fewer physical cores than ranks of the node's engines (CPU only).
         ConfigError: there is no safe folder for compiled code (CPU only).
     """
     variables = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
@@ -55,19 +56,19 @@ def environment(
     if (user_plugins := inherited.get("VLLM_PLUGINS")) is not None and vllm_plugin.NAME not in user_plugins.split(","):
         variables["VLLM_PLUGINS"] = ",".join([*filter(None, [user_plugins]), vllm_plugin.NAME])
     if hardware.platform == "cpu":
-        user_binding = inherited.get(_BINDING, "")
+        user_binding = inherited.get(_BINDING_VARIABLE, "")
         # The user's binding is for a single engine; several engines would share those cores.
         if user_binding and num_engines_on_node == 1:
-            variables[_BINDING] = user_binding
+            variables[_BINDING_VARIABLE] = user_binding
         else:
             variables |= _thread_binding(spec, hardware, engine_index, num_engines_on_node)
         variables |= _preload(inherited.get("LD_PRELOAD", "")) | cache_root(inherited)
         return variables
     # FlashInfer runs `ninja` from this interpreter's folder, which is not in PATH unless the environment is activated.
-    folder = str(Path(sys.executable).parent)
+    interpreter_folder = str(Path(sys.executable).parent)
     entries = [entry for entry in inherited.get("PATH", "").split(os.pathsep) if entry]
-    if folder not in entries:
-        variables["PATH"] = os.pathsep.join([*entries, folder])
+    if interpreter_folder not in entries:
+        variables["PATH"] = os.pathsep.join([*entries, interpreter_folder])
     return variables
 
 
@@ -99,8 +100,8 @@ def find_preload_libraries() -> dict[str, Path]:
     folders = [Path(sys.prefix) / "lib"]
     folders += [folder for pattern in _SYSTEM_LIBRARY_FOLDERS for folder in sorted(Path("/").glob(pattern[1:]))]
     for name, patterns in (("libtcmalloc", _TCMALLOC_PATTERNS), ("libiomp5", ("libiomp5.so",))):
-        candidates = (path for folder in folders for pattern in patterns for path in sorted(folder.glob(pattern)))
-        if path := next(candidates, None):
+        paths = (path for folder in folders for pattern in patterns for path in sorted(folder.glob(pattern)))
+        if path := next(paths, None):
             libraries[name] = path
     return libraries
 
@@ -131,12 +132,12 @@ def _thread_binding(spec: EngineSpec, hardware: Hardware, engine_index: int, num
         # Under a CPU quota cores cannot be pinned, and additional threads would be throttled.
         # Spinning at a barrier costs quota too; 5 ms is what vLLM itself sets for bound threads.
         threads = max(1, hardware.num_cpus // (num_engines * spec.accelerators_per_node))
-        return {_BINDING: "nobind", "OMP_NUM_THREADS": str(threads), "KMP_BLOCKTIME": "5"}
+        return {_BINDING_VARIABLE: "nobind", "OMP_NUM_THREADS": str(threads), "KMP_BLOCKTIME": "5"}
     num_ranks = num_engines * spec.accelerators_per_node
     num_cores = len(hardware.core_ids)
     if num_ranks > num_cores:
         raise CapacityError(
-            f"{num_engines} engine(s) on this node need {num_ranks} cores, one per rank; it has {num_cores}",
+            f"the engines of this node ({num_engines}) need {num_ranks} cores, one per rank; the node has {num_cores}",
             hint="use fewer engines on this node",
         )
     # After the loss of another node, this node may have more engines than planned. Then engines share cores.
@@ -145,4 +146,4 @@ def _thread_binding(spec: EngineSpec, hardware: Hardware, engine_index: int, num
     for rank in range(first_rank, first_rank + spec.accelerators_per_node):
         cores = hardware.core_ids[rank * num_cores // num_ranks : (rank + 1) * num_cores // num_ranks]
         cores_by_rank.append(",".join(map(str, cores)))
-    return {_BINDING: "|".join(cores_by_rank)}
+    return {_BINDING_VARIABLE: "|".join(cores_by_rank)}

@@ -42,7 +42,7 @@ WIDEST_FP8_HEAD = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
-    """Formats in vLLM's terms.
+    """The number formats of an engine, in vLLM's terms.
 
     Attributes:
         dtype: format of activations, and of weights unless quantised.
@@ -109,7 +109,7 @@ def resolve_precision(
     """
     if requested not in PRECISIONS:
         raise PrecisionError(f"unknown precision {requested!r}", hint=did_you_mean(requested, PRECISIONS))
-    chosen = _automatic(hardware, native_quantization, kv_cache) if requested == "auto" else requested
+    chosen = _auto_precision(hardware, native_quantization, kv_cache) if requested == "auto" else requested
     precision = _resolve(chosen, hardware, native_quantization)
     if kv_cache != "auto":
         return _with_kv_cache(precision, kv_cache, hardware)
@@ -117,7 +117,7 @@ def resolve_precision(
         return precision
     if native_kv_cache is not None and hardware.supports_fp8_kv_cache:
         return replace(precision, kv_cache_dtype=native_kv_cache)
-    # FP8 halves the KV cache, but attention in FP8 costs time.
+    # FP8 halves the KV cache, but attention in FP8 costs time. So only long contexts with narrow heads use it.
     major, _ = hardware.compute_capability or (0, 0)
     if head_dim > WIDEST_FP8_HEAD or (context_tokens or 0) < _MIN_FP8_CACHE_TOKENS.get(major, math.inf):
         return replace(precision, kv_cache_dtype="auto")
@@ -126,7 +126,7 @@ def resolve_precision(
 
 def _resolve(chosen: str, hardware: Hardware, native_quantization: str | None) -> Precision:
     if chosen == "fp8":
-        return _fp8(hardware, native_quantization)
+        return _fp8_precision(hardware, native_quantization)
     if native_quantization and chosen in ("int8", "float32"):
         raise PrecisionError(
             f"the checkpoint's weights are {native_quantization}: they cannot be run in {chosen}",
@@ -148,7 +148,7 @@ def _resolve(chosen: str, hardware: Hardware, native_quantization: str | None) -
     return Precision(dtype=dtypes[chosen], native_quantization=native_quantization)
 
 
-def _automatic(hardware: Hardware, native_quantization: str | None, kv_cache: str) -> str:
+def _auto_precision(hardware: Hardware, native_quantization: str | None, kv_cache: str) -> str:
     """Return the precision that `auto` means on this hardware."""
     if hardware.supports_fp8_weights and native_quantization is None:
         return "fp8"
@@ -158,16 +158,16 @@ def _automatic(hardware: Hardware, native_quantization: str | None, kv_cache: st
     return "bf16" if hardware.supports_bf16 else "float16"
 
 
-def _fp8(hardware: Hardware, native_quantization: str | None) -> Precision:
+def _fp8_precision(hardware: Hardware, native_quantization: str | None) -> Precision:
     if not hardware.supports_fp8_kv_cache:
         needs = "CUDA compute capability 8.9 (Ada, Hopper or later)" if hardware.platform == "cuda" else "AVX-512"
         raise PrecisionError(
             f"fp8 needs {needs}; this is {hardware.describe()}", hint=_other_formats(hardware, native_quantization)
         )
-    quantize = hardware.supports_fp8_weights and native_quantization is None
+    is_converted = hardware.supports_fp8_weights and native_quantization is None
     return Precision(
         dtype="bfloat16",
-        quantization="fp8" if quantize else None,
+        quantization="fp8" if is_converted else None,
         kv_cache_dtype="fp8",
         native_quantization=native_quantization,
     )
@@ -176,7 +176,8 @@ def _fp8(hardware: Hardware, native_quantization: str | None) -> Precision:
 def _other_formats(hardware: Hardware, native_quantization: str | None = None) -> str:
     """Return a hint with the precisions to use instead of an 8-bit format that this hardware lacks."""
     eight_bits = {"fp8": hardware.supports_fp8_weights, "int8": hardware.supports_int8 and native_quantization is None}
-    names = [name for name, has in eight_bits.items() if has] + ["bf16" if hardware.supports_bf16 else "float16"]
+    names = [name for name, is_supported in eight_bits.items() if is_supported]
+    names.append("bf16" if hardware.supports_bf16 else "float16")
     return f"use --precision {', '.join(names)}, or auto for the best precision on this hardware"
 
 

@@ -1,4 +1,4 @@
-"""The self-check of an engine before it accepts work: its greedy answer must be the target's without a drafter.
+"""The self-check of an engine before it accepts work: its greedy answer must be that of the target without a drafter.
 
 The engine continues a text greedily with its drafter. Then it reads the prompt and the answer in one prefill, and
 reports the target's most likely token at each position. The answer must have these tokens, except for rounding ties
@@ -24,7 +24,7 @@ from peagle.errors import EngineError
 from peagle.hardware import Hardware
 
 NUM_TOKENS = 32
-_NUM_TOKENS_UNDRAFTED = 16  # without a drafter; each token takes a step
+_NUM_TOKENS_WITHOUT_DRAFTER = 16  # fewer, because each token takes a step
 LIMIT_S = 1800.0  # a kernel may be compiled on first use, which takes minutes
 # In code with a docstring, drafts of all lengths are accepted, so a few steps verify a lot. In prose, drafts of the
 # shipped heads are hardly ever accepted (0.8 s for 32 tokens, 0.5 s for 32 tokens of code, on two cores with AMX).
@@ -76,7 +76,7 @@ def _advice(spec: EngineSpec, precision: Precision) -> str:
     options += ["--kv-cache-precision bf16"] * (precision.kv_cache == "fp8")
     options += ["--precision bf16"] * (precision.quantization is not None)
     options += ["--enforce-eager"] * (not spec.enforce_eager)
-    fix = f"; try {' or '.join(options)} to find the kernel" if options else ""
+    fix = f"; try {' or '.join(options)} to find out which kernel it is" if options else ""
     return f"a vLLM kernel computes wrong results on this hardware or in this precision{fix}"
 
 
@@ -89,16 +89,16 @@ def count_outcomes(checks: Iterable[str]) -> dict[str, int]:
 async def _check(engine: Checkable, max_tie: float, spec: EngineSpec) -> SelfCheck:
     started = time.monotonic()
 
-    def skipped(why: str) -> SelfCheck:
-        return SelfCheck(outcome="skipped", seen=why, seconds=time.monotonic() - started)
+    def skipped(reason: str) -> SelfCheck:
+        return SelfCheck(outcome="skipped", seen=reason, seconds=time.monotonic() - started)
 
     prompt = engine.prompt(TEXT)[: max(1, engine.max_model_len // 2)]
-    max_tokens = NUM_TOKENS if spec.drafter is not None else _NUM_TOKENS_UNDRAFTED
+    max_tokens = NUM_TOKENS if spec.drafter is not None else _NUM_TOKENS_WITHOUT_DRAFTER
     num_tokens = min(max_tokens, engine.max_model_len - len(prompt) - 1)
     if not prompt or num_tokens < 1:
         return skipped(f"a context of {engine.max_model_len} tokens is too short")
     # Sampler bugs appear if greedy and sampled requests share a batch; the sampled answer itself is not checked.
-    # It is short because it slows down the greedy request.
+    # The sampled answer is short because it slows down the greedy request.
     requests = [engine.answer(prompt, num_tokens=num_tokens, temperature=0.0)]
     if spec.max_num_seqs > 1:
         requests.append(engine.answer(prompt, num_tokens=max(1, num_tokens // 4), temperature=1.0))
@@ -113,23 +113,23 @@ async def _check(engine: Checkable, max_tie: float, spec: EngineSpec) -> SelfChe
 def _verdict(judgements: Sequence[Judgement], max_tie: float, seconds: float) -> SelfCheck:
     # NaN is not a tie.
     wrong = [position for position, judgement in enumerate(judgements) if not judgement.margin <= max_tie]
-    seen = "" if judgements else "the answer is empty"
+    finding = "" if judgements else "the answer is empty"
     if wrong:
         first = judgements[wrong[0]]
-        seen = (
+        finding = (
             f"token {wrong[0]} of the greedy answer is {first.token!r} (log-probability {first.logprob:.3f}), but "
             f"without a drafter the target prefers {first.likeliest!r} ({first.likeliest_logprob:.3f}); {len(wrong)} "
             f"of {len(judgements)} tokens differ by more than a rounding tie of {max_tie:g}"
         )
-    largest = max((judgement.margin for judgement in judgements), default=None)
+    largest_margin = max((judgement.margin for judgement in judgements), default=None)
     return SelfCheck(
-        outcome="failed" if seen else "passed",
+        outcome="failed" if finding else "passed",
         num_tokens=len(judgements),
         num_ties=sum(0 < judgement.margin <= max_tie for judgement in judgements),
-        largest_margin=largest if largest is not None and abs(largest) < float("inf") else None,
+        largest_margin=largest_margin if largest_margin is not None and abs(largest_margin) < float("inf") else None,
         max_tie=max_tie,
         seconds=round(seconds, 3),
-        seen=seen,
+        seen=finding,
     )
 
 
@@ -154,13 +154,13 @@ class CheckableLlm:
         """See `Checkable.judge`. vLLM does not use its prefix cache for log-probabilities of a prompt."""
         output = await self._output(token_ids, temperature=0.0, max_tokens=1, prompt_logprobs=1)
         judgements = []
-        for token_id, candidates in zip(token_ids[begin:], output.prompt_logprobs[begin:], strict=True):
-            likeliest = min(candidates, key=lambda candidate: candidates[candidate].rank)
+        for token_id, logprobs in zip(token_ids[begin:], output.prompt_logprobs[begin:], strict=True):
+            likeliest = min(logprobs, key=lambda other_id: logprobs[other_id].rank)
             judgement = Judgement(
                 token=self._text(token_id),
-                logprob=candidates[token_id].logprob,
+                logprob=logprobs[token_id].logprob,
                 likeliest=self._text(likeliest),
-                likeliest_logprob=candidates[likeliest].logprob,
+                likeliest_logprob=logprobs[likeliest].logprob,
             )
             judgements.append(judgement)
         return judgements
@@ -174,7 +174,7 @@ class CheckableLlm:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        # vLLM would read the tokenizer's file again to decode log-probabilities: 0.3 s for 49,152 tokens.
+        # To detokenize log-probabilities, vLLM would read the tokenizer's file again: 0.3 s for 49,152 tokens.
         params = SamplingParams(**sampling, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
         request_id = f"self-check-{uuid.uuid4().hex[:8]}"
         try:

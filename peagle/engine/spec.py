@@ -102,7 +102,7 @@ class EngineSpec:
         kv_cache_precision: "bf16", "fp8", or "auto" to follow `precision`.
         native_quantization: the checkpoint's own quantisation, such as "mxfp4".
         max_num_seqs: maximum number of concurrent requests.
-        max_model_len: maximum prompt and output tokens of a request; by default the model's context.
+        max_model_len: maximum sum of prompt and output tokens of a request; by default the model's context.
         num_nodes: number of nodes, each with an equal part of the engine's accelerators.
         kv_cache_gib: size of the KV cache; None chooses it automatically (CPU: `memory.py`; GPU: vLLM's profiling).
         load_format: vLLM's load format; "dummy" fills the target's weights at random for timing.
@@ -161,8 +161,8 @@ class EngineSpec:
     def caches_prefixes(self) -> bool:
         """Whether vLLM's prefix cache is on.
 
-        It is off with a block head: vLLM computes the head's keys and values only for tokens that the target computes,
-        so after a restored prefix nearly all drafts are rejected (vllm-project/vllm issue 47930).
+        The cache is off with a block head: vLLM computes the head's keys and values only for tokens that the target
+        computes, so after a restored prefix nearly all drafts are rejected (vllm-project/vllm issue 47930).
         """
         return self.enable_prefix_caching and not (self.drafter is not None and self.drafter.is_block)
 

@@ -9,14 +9,14 @@ from peagle.hardware import Hardware
 _PREFILL_TOKENS = {"cpu": 2048, "cuda": 8192}
 # vLLM's own sizes: 1, 2, 4, then every 8 tokens to 256, then every 16.
 _VLLM_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
-# The largest useful size: a larger step computes for longer than Python takes to launch it. The commands in the model
-# cards of amazon/gpt-oss-20b-p-eagle and its long-context variant have the same maximum.
-_MAX_TOKENS = 4096
+# The largest useful size in tokens: a larger step computes for longer than Python takes to launch it. The commands in
+# the model cards of amazon/gpt-oss-20b-p-eagle and its long-context variant have the same maximum.
+_MAX_SIZE = 4096
 # Each size is captured twice, with attention and in pieces around it. A size takes 24 to 28 MiB and 0.06 s in the log
 # of vllm-project/vllm pull 22897, and 10 to 15 MiB and 0.4 to 0.6 s on an H200 (2026-11-27, benchmarks/gpu/). So these
 # limits add at most about 40 s to the start, and the graphs take at most 4 % of the memory.
 _SIZE_GIB = 28 / 1024
-_MAX_SIZES = 96
+_MAX_NUM_SIZES = 96
 _MEMORY_SHARE = 0.04
 # vLLM's arguments that set the sizes.
 _SIZE_ARGUMENTS = {"cudagraph_capture_sizes", "max_cudagraph_capture_size", "compilation_config"}
@@ -28,9 +28,9 @@ def max_num_batched_tokens(spec: EngineSpec, hardware: Hardware) -> int:
     vLLM's scheduler (`v1/core/sched/scheduler.py`, `config/speculative.py: max_num_new_slots_for_drafting`) charges
     each request of a step with
 
-    - its scheduled tokens: 1 + K while decoding (the last token and K drafts), or a chunk of the prompt;
+    - its scheduled tokens: 1 + K while decoding (the last token and K draft tokens), or a chunk of the prompt;
     - the drafter's additional input slots, also in prefill: K - 1 with P-EAGLE and DSpark (mask tokens; the first draft
-      reuses a slot), K with DFlash, 0 with EAGLE-3.
+      token reuses a slot), K with DFlash, 0 with EAGLE-3.
 
     With S = `max_num_seqs` requests decoding, P-EAGLE takes S x ((1 + K) + (K - 1)) = S x 2K slots, EAGLE-3 S x (1 + K)
     and no speculation S. The prefill budget (2048 on CPU, 8192 on a GPU) is added.
@@ -43,13 +43,13 @@ def max_num_batched_tokens(spec: EngineSpec, hardware: Hardware) -> int:
 
 def check_slots(spec: EngineSpec) -> None:
     """Raise a ConfigError if no room is left for prefill, because decoding requests are scheduled first."""
-    needed = spec.max_num_seqs * slots_per_request(spec.drafter)
-    if spec.max_num_batched_tokens is not None and spec.max_num_batched_tokens <= needed:
-        drafts = f" with {spec.drafter.num_speculative_tokens} drafts each" if spec.drafter else ""
+    num_needed = spec.max_num_seqs * slots_per_request(spec.drafter)
+    if spec.max_num_batched_tokens is not None and spec.max_num_batched_tokens <= num_needed:
+        drafts = f" with {spec.drafter.num_speculative_tokens} draft tokens each" if spec.drafter else ""
         raise ConfigError(
             f"max_num_batched_tokens {spec.max_num_batched_tokens} leaves no room for prompts: {spec.max_num_seqs} "
-            f"concurrent requests{drafts} need {needed} tokens per step",
-            hint=f"use more than {needed}, remove the option, or decrease --max-num-seqs",
+            f"concurrent requests{drafts} need {num_needed} tokens per step",
+            hint=f"use more than {num_needed}, remove the option, or decrease --max-num-seqs",
         )
 
 
@@ -85,9 +85,9 @@ def capture_sizes(spec: EngineSpec, hardware: Hardware) -> list[int] | None:
     max_decode_tokens = _rounded_up(
         spec.max_num_seqs * max(verify_tokens, slots_per_request(spec.drafter)), verify_tokens
     )
-    # Also for steps with a chunk of a prompt: twice the decoding tokens, up to vLLM's default maximum on most cards.
-    with_prefill = min(2 * spec.max_num_seqs * verify_tokens, 1024)
-    max_size = min(max(max_decode_tokens, with_prefill), _MAX_TOKENS) // verify_tokens * verify_tokens
+    # Also for steps with a chunk of a prompt: twice the tokens of decoding, at most twice vLLM's default of 512.
+    max_prefill_tokens = min(2 * spec.max_num_seqs * verify_tokens, 1024)
+    max_size = min(max(max_decode_tokens, max_prefill_tokens), _MAX_SIZE) // verify_tokens * verify_tokens
     sizes = list(_VLLM_SIZES)
     while sizes[-1] < max_size:
         sizes.append(round(sizes[-1] * 1.125))  # padding is then at most a ninth of a step
@@ -95,8 +95,8 @@ def capture_sizes(spec: EngineSpec, hardware: Hardware) -> list[int] | None:
         sizes = [_rounded_up(size, verify_tokens) for size in sizes]
     required = {spec.max_num_seqs * verify_tokens, max_decode_tokens, max_size}
     sizes = sorted(size for size in {*sizes, *required} if size <= max_size)
-    max_sizes = min(_MAX_SIZES, int(_MEMORY_SHARE * hardware.memory_gib / _SIZE_GIB))
-    while len(sizes) > max_sizes:  # remove the sizes with the closest neighbours
+    max_num_sizes = min(_MAX_NUM_SIZES, int(_MEMORY_SHARE * hardware.memory_gib / _SIZE_GIB))
+    while len(sizes) > max_num_sizes:  # remove the sizes with the closest neighbours
         gaps = {size: above / below for below, size, above in zip(sizes, sizes[1:], sizes[2:], strict=False)}
         closest = min(gaps.keys() - required, key=lambda size: (gaps[size], size), default=None)
         if closest is None:

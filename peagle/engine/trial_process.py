@@ -16,10 +16,10 @@ from typing import Any
 
 from peagle.engine import vllm_plugin
 
-# Signals of a crash of the compiler (None: it ran out of memory), which would also crash an engine. Other signals come
-# from outside.
+# Signals of a crash of the compiler, which would also crash an engine; None if the compiler ran out of memory. Other
+# signals come from outside.
 _CRASHES = (None, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE)
-_NUM_MASKS = 16
+_NUM_MASKS = 16  # token masks that are timed
 _MAX_MASK_S = 0.01  # CPU time per token mask; every request on the engine waits for it
 
 
@@ -38,10 +38,10 @@ def main() -> None:
     os.nice(vllm_plugin.NICE)
     _write({"outcome": "ready"})
     for line in sys.stdin:
-        _write(_try(xgrammar, vocabulary, json.loads(line), settings))
+        _write(_compile_in_child(xgrammar, vocabulary, json.loads(line), settings))
 
 
-def _try(xgrammar: Any, vocabulary: Any, job: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+def _compile_in_child(xgrammar: Any, vocabulary: Any, job: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
     """Return a child's verdict on the constraint. This process has no threads, so it can fork."""
     readable, writable = os.pipe()
     child = os.fork()
@@ -69,14 +69,14 @@ def _try(xgrammar: Any, vocabulary: Any, job: dict[str, Any], settings: dict[str
 
 def _set_limits(cpu_s: float, memory_bytes: int) -> None:
     signal.setitimer(signal.ITIMER_PROF, cpu_s)
-    signal.setitimer(signal.ITIMER_REAL, cpu_s * 20)
+    signal.setitimer(signal.ITIMER_REAL, cpu_s * 20)  # in case the child hangs or gets little CPU time
     current_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (current_bytes + memory_bytes,) * 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def _compile(xgrammar: Any, vocabulary: Any, job: dict[str, Any]) -> dict[str, Any]:
-    """Compile like vLLM 0.29's `XgrammarBackend.compile_grammar`, and compute some masks."""
+    """Compile as vLLM 0.29's `XgrammarBackend.compile_grammar` does, and time some token masks."""
     compiler = xgrammar.GrammarCompiler(vocabulary, max_threads=1, cache_enabled=False)
     kind, spec = job["kind"], job["spec"]
     try:
@@ -121,7 +121,7 @@ def _mask_s(xgrammar: Any, compiled: Any, vocab_size: int) -> float | None:
             if number == 1:
                 return None
             break
-        index = int(words[(number * 7919) % len(words)])  # any word with a valid token
+        index = int(words[(number * 7919) % len(words)])  # another word with a valid token each time; 7919 is prime
         bits = int(mask[0][index]) & 0xFFFFFFFF
         if not matcher.accept_token(index * 32 + (bits & -bits).bit_length() - 1) or matcher.is_terminated():
             break

@@ -1,14 +1,15 @@
 """Decide how many drafted tokens to verify, how many to draft next, and whether drafting pays at all.
 
 Here, a draft is one draft token. It survives if it and all earlier drafts of its request are accepted. The drafter's
-own log-probability predicts this well. The drafts that are most likely to survive are verified. Their number maximises
+log-probability of a draft predicts this well. The drafts that are most likely to survive are verified. Their number
+maximises
 
     expected tokens of the step - predicted seconds of the step x tokens/s of recent steps
 
 vLLM's `adaptive_verification.py`, which only supports DSpark on GPUs, maximises the ratio of tokens to seconds for each
-step. Here, both are predicted from the engine's earlier steps. The decision only uses facts known before
-verification, so the output stays the target's: the rejection sampler is exact for any number of drafts, and a number
-that does not depend on its random numbers cannot bias it.
+step. This module predicts both from the engine's earlier steps. The decision only uses facts known before
+verification, so the output stays the target's: the rejection sampler is exact for any number of drafts that does not
+depend on the sampler's random numbers.
 """
 
 from collections.abc import Sequence
@@ -21,10 +22,10 @@ import numpy.typing as npt
 Array = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
 
-_LIMIT = 6.0  # limit of log-odds, so that one surprise does not dominate a fit
-_MEMORY = 0.999  # factor by which each observation reduces the weight of earlier ones, so that a fit follows changes
-_MEMORY_OF_GAIN = 256  # requests x steps over which the gain of drafting is averaged, but 16 steps or more
-_RECENT_ROWS = 64  # drafts from which the gain at another load is predicted
+_MAX_LOG_ODDS = 6.0  # so that one surprise does not dominate a fit
+_DECAY = 0.999  # factor by which each observation reduces the weight of earlier ones, so that a fit follows changes
+_GAIN_WINDOW = 256  # requests x steps over which the gain of drafting is averaged, but at least 16 steps
+_RECENT_ROWS = 64  # requests whose drafts predict the gain at another load
 _TRIAL_STEPS = 16  # steps with drafts before drafting may pause
 _RETRY_S = 30.0  # pause until drafting is retried; doubles up to `_MAX_RETRY_S` while drafting does not pay
 _MAX_RETRY_S = 480.0
@@ -33,24 +34,24 @@ _MAX_RETRY_S = 480.0
 class Calibration:
     """The probability that a draft is accepted if all earlier ones are: a logistic regression for each position.
 
-    Starts with the drafter's own probability, which is nearly calibrated because training minimises its divergence
-    from the target's.
+    Starts with the drafter's own probability, which is nearly calibrated because training minimises the divergence
+    from the target's probability.
     """
 
     def __init__(self, num_positions: int) -> None:
-        self._weights = np.tile([0.0, 1.0], (num_positions, 1))  # of 1 and of the drafter's log-odds
+        self._weights = np.tile([0.0, 1.0], (num_positions, 1))  # intercept, and factor of the drafter's log-odds
         self._information = np.tile(np.diag([4.0, 16.0]), (num_positions, 1, 1))  # prior: about 16 observations
 
     def probabilities(self, log_odds: Array) -> Array:
         """Return the probabilities for the drafter's log-odds [requests, positions]."""
         return np.asarray(1 / (1 + np.exp(-(self._weights[:, 0] + self._weights[:, 1] * log_odds))))
 
-    def observe(self, log_odds: Array, is_seen: Mask, is_accepted: Mask) -> None:
-        """Learn from drafts [requests, positions]; `is_seen` marks those that the target accepted or rejected."""
+    def observe(self, log_odds: Array, is_judged: Mask, is_accepted: Mask) -> None:
+        """Learn from drafts [requests, positions]; `is_judged` marks those that the target accepted or rejected."""
         probability = self.probabilities(log_odds)
-        errors = (is_accepted - probability) * is_seen
-        spread = probability * (1 - probability) * is_seen
-        fade = _MEMORY ** is_seen.sum(axis=0)
+        errors = (is_accepted - probability) * is_judged
+        spread = probability * (1 - probability) * is_judged
+        fade = _DECAY ** is_judged.sum(axis=0)
         features = np.stack([np.ones_like(log_odds), log_odds], axis=-1)
         self._information *= fade[:, None, None]
         self._information += np.einsum("rk,rki,rkj->kij", spread, features, features) + 1e-3 * np.eye(2)
@@ -87,13 +88,13 @@ class LinearCost:
             self._expected *= seconds / float(self.predict(features))
             self._weights, self._moments = self._expected.copy(), self._prior @ self._expected
             self._deviation, self._is_scaled = seconds / 10, True
-        # A step that another process interrupted is not this engine's cost.
+        # Limit outliers, since a step that another process interrupted is not this engine's cost.
         predicted = float(features @ self._weights)
         residual = min(max(seconds - predicted, -4 * self._deviation), 4 * self._deviation)
         self._deviation += 0.02 * (abs(residual) - self._deviation)
-        fade = 1 - _MEMORY
-        self._information = _MEMORY * self._information + fade * self._prior + np.outer(features, features)
-        self._moments = _MEMORY * self._moments + fade * self._prior @ self._expected
+        prior_weight = 1 - _DECAY
+        self._information = _DECAY * self._information + prior_weight * self._prior + np.outer(features, features)
+        self._moments = _DECAY * self._moments + prior_weight * self._prior @ self._expected
         self._moments += features * (predicted + residual)
         self._weights = np.asarray(np.linalg.solve(self._information, self._moments), dtype=np.float64)
 
@@ -124,7 +125,7 @@ class PromptCost:
 
 
 class MovingMean:
-    """The mean of all values, and of about the last `memory` once there are more."""
+    """The mean of all values; once there are more than `memory`, of about the last `memory` values."""
 
     def __init__(self, memory: int) -> None:
         self._memory, self.num_values, self.mean = memory, 0, 0.0
@@ -171,14 +172,16 @@ class DraftBudget:
         self._survival_ratios = np.full(self.depth, 0.8)  # survival at each position / at the position before
         sources = ("greedy", "sampled", "lookup")
         self._calibrations = {source: Calibration(num_speculative_tokens) for source in sources}
-        # Ratios for the first steps: the packaged target on two cores takes 23.5 ms, 0.1 ms per token up to 16 and
-        # 0.4 ms per token above, and the drafter 7 ms (benchmarks/speculation/2026-11-27-smollm2-135m-amx-shipped.md).
-        self._target = LinearCost([1.0, 0.005, 0.012, 0.05])
-        self._drafter = LinearCost([0.2, 0.02, 0.005, 0.03, 0.003])
+        # Coefficients for the first steps: the packaged target on two cores takes 23.5 ms, 0.1 ms per token up to 16
+        # and 0.4 ms per token above, and the drafter 7 ms
+        # (benchmarks/speculation/2026-11-27-smollm2-135m-amx-shipped.md).
+        self._target_cost = LinearCost([1.0, 0.005, 0.012, 0.05])
+        self._drafter_cost = LinearCost([0.2, 0.02, 0.005, 0.03, 0.003])
+        # Per request: expected tokens of a step, and tokens without drafts in the time of that step.
         self._tokens = self._plain_tokens = 1.0
         self._plain_tokens_per_s = 0.0
-        self._load, self._context_tokens = 0, 0.0  # requests of a step, and tokens in the cache of each
-        self._recent: Array = np.zeros((0, self.depth))  # survival of recent drafts
+        self._last_num_requests, self._mean_context_tokens = 0, 0.0  # of the last step
+        self._recent_survival: Array = np.zeros((0, self.depth))  # [rows, K]
         self.prompt_cost = PromptCost()
         self._num_trials = 0
         self._retry_s, self._retry_at, self._paused_at_load = _RETRY_S, 0.0, 0
@@ -201,9 +204,9 @@ class DraftBudget:
             source: the kind of requests, "greedy" or "sampled".
             log_odds: [requests, K], the drafter's; not a number for a draft of the prompt lookup.
         """
-        own = self._calibrations[source].probabilities(np.nan_to_num(log_odds))
-        copied = self._calibrations["lookup"].probabilities(np.zeros_like(log_odds))
-        return np.cumprod(np.where(np.isnan(log_odds), copied, own), axis=1)
+        of_head = self._calibrations[source].probabilities(np.nan_to_num(log_odds))
+        of_lookup = self._calibrations["lookup"].probabilities(np.zeros_like(log_odds))
+        return np.cumprod(np.where(np.isnan(log_odds), of_lookup, of_head), axis=1)
 
     def choose(self, survival: Array, num_requests: int, context_tokens: int, depth: int) -> Array:
         """Return the number of drafts to verify for each row of `survival`.
@@ -218,42 +221,42 @@ class DraftBudget:
         threshold, tokens, plain_tokens = self._best_step(
             np.resize(survival, (num_requests, survival.shape[1])), context_tokens, depth
         )
-        self._load, self._context_tokens = num_requests, context_tokens / num_requests
-        self._recent = np.concatenate([self._recent, survival])[-_RECENT_ROWS:]
+        self._last_num_requests, self._mean_context_tokens = num_requests, context_tokens / num_requests
+        self._recent_survival = np.concatenate([self._recent_survival, survival])[-_RECENT_ROWS:]
         if depth == self.depth:  # otherwise the step only tries another depth
             self._num_trials += 1
-            num_steps = min(self._num_trials, max(16, _MEMORY_OF_GAIN // num_requests))
-            self._average(tokens, plain_tokens, num_steps)
+            num_steps = min(self._num_trials, max(16, _GAIN_WINDOW // num_requests))
+            self._update_gain(tokens, plain_tokens, num_steps)
         return np.asarray((survival >= threshold).sum(axis=1), dtype=np.float64)
 
-    def _average(self, tokens: float, plain_tokens: float, num_steps: int) -> None:
-        self._tokens += (tokens / self._load - self._tokens) / num_steps
-        self._plain_tokens += (plain_tokens / self._load - self._plain_tokens) / num_steps
+    def _update_gain(self, tokens: float, plain_tokens: float, num_steps: int) -> None:
+        self._tokens += (tokens / self._last_num_requests - self._tokens) / num_steps
+        self._plain_tokens += (plain_tokens / self._last_num_requests - self._plain_tokens) / num_steps
 
-    def _follow_load(self, num_requests: int) -> None:
+    def _adapt_to_load(self, num_requests: int) -> None:
         """Predict gain and depth at another load, from recent drafts."""
-        self._load, self._num_steps = num_requests, 0
-        context_tokens = int(num_requests * self._context_tokens)
-        survival = np.resize(self._recent, (num_requests, self._recent.shape[1]))
+        self._last_num_requests, self._num_steps = num_requests, 0
+        context_tokens = int(num_requests * self._mean_context_tokens)
+        survival = np.resize(self._recent_survival, (num_requests, self._recent_survival.shape[1]))
         self.choose_depth(survival, num_requests, context_tokens, self.depth)
         _, tokens, plain_tokens = self._best_step(survival, context_tokens, self.depth)
-        self._average(tokens, plain_tokens, 1)
+        self._update_gain(tokens, plain_tokens, 1)
 
     def _best_step(self, survival: Array, context_tokens: int, depth: int) -> tuple[float, float, float]:
-        """Return the lowest survival to verify, the expected tokens, and the tokens without drafts in that time."""
+        """Return the lowest survival to verify, the step's tokens, and the tokens without drafts in the same time."""
         num_requests = len(survival)
-        best_first = np.sort(survival, axis=None)[::-1]
-        best_first = best_first[: np.count_nonzero(best_first)]
-        tokens = num_requests + np.concatenate(([0.0], np.cumsum(best_first)))
-        verified = np.arange(len(tokens), dtype=np.float64)
-        target_s = self._target_s(num_requests, verified, context_tokens)
-        # The step's duration, expressed as the tokens that steps without drafts would yield in that time.
-        step_s = target_s + self._drafter_s(num_requests, verified, depth)
+        descending = np.sort(survival, axis=None)[::-1]
+        descending = descending[: np.count_nonzero(descending)]
+        tokens = num_requests + np.concatenate(([0.0], np.cumsum(descending)))
+        num_verified = np.arange(len(tokens), dtype=np.float64)
+        target_s = self._target_s(num_requests, num_verified, context_tokens)
+        step_s = target_s + self._drafter_s(num_requests, num_verified, depth)
         self._plain_tokens_per_s = num_requests / float(target_s[0])
+        # The tokens that steps without drafts would yield in the duration of this step.
         plain_tokens = step_s * self._plain_tokens_per_s
-        best = int(np.argmax(tokens - self._gain * plain_tokens))
-        threshold = float(best_first[best - 1]) if best else np.inf
-        return threshold, float(tokens[best]), float(plain_tokens[best])
+        num_best = int(np.argmax(tokens - self._gain * plain_tokens))
+        threshold = float(descending[num_best - 1]) if num_best else np.inf
+        return threshold, float(tokens[num_best]), float(plain_tokens[num_best])
 
     def choose_depth(self, survival: Array, num_requests: int, context_tokens: int, depth: int) -> None:
         """Set `depth` to the one with the most net tokens, averaged over recent steps. Arguments as for `choose`."""
@@ -265,12 +268,13 @@ class DraftBudget:
             elif totals[position - 1] > 0:
                 ratio = totals[position] / totals[position - 1]
                 self._survival_ratios[position] += 0.1 * (ratio - self._survival_ratios[position])
-        nets = []
-        for candidate in self._depths:
-            _, tokens, plain_tokens = self._best_step(survival[:, :candidate], context_tokens, candidate)
-            nets.append((tokens - self._gain * plain_tokens) / num_requests)
+        net_tokens = []
+        for tried_depth in self._depths:
+            _, tokens, plain_tokens = self._best_step(survival[:, :tried_depth], context_tokens, tried_depth)
+            # Net of the tokens that steps without drafts would yield in the same time.
+            net_tokens.append((tokens - self._gain * plain_tokens) / num_requests)
         self._num_steps += 1
-        self._net_tokens += (np.array(nets) - self._net_tokens) / min(self._num_steps, max(4, 16 // num_requests))
+        self._net_tokens += (np.array(net_tokens) - self._net_tokens) / min(self._num_steps, max(4, 16 // num_requests))
         self.depth = self._depths[int(np.argmax(self._net_tokens))]
 
     def drafting_pays(self, num_requests: int, now_s: float) -> bool:
@@ -286,8 +290,8 @@ class DraftBudget:
                 self._retry_s = _RETRY_S
             self._paused_at_load, self._num_trials = 0, 0
             self._tokens = self._plain_tokens = 1.0
-        elif self._load and not 0.5 < num_requests / self._load < 2:
-            self._follow_load(num_requests)
+        elif self._last_num_requests and not 0.5 < num_requests / self._last_num_requests < 2:
+            self._adapt_to_load(num_requests)
         if self._num_trials >= _TRIAL_STEPS and self._overall_gain < 1:
             self._paused_at_load, self._retry_at = num_requests, now_s + self._retry_s
             self._retry_s = min(2 * self._retry_s, _MAX_RETRY_S)
@@ -296,20 +300,21 @@ class DraftBudget:
 
     def _target_s(self, num_requests: int, num_verified: Array, context_tokens: int) -> Array:
         """Return the predicted seconds of the target's pass, non-decreasing with the number of verified drafts."""
-        return np.maximum.accumulate(self._target.predict(_target_features(num_requests, num_verified, context_tokens)))
+        features = _target_features(num_requests, num_verified, context_tokens)
+        return np.maximum.accumulate(self._target_cost.predict(features))
 
     def _drafter_s(self, num_requests: int, num_verified: Array, depth: int) -> Array:
-        return np.maximum.accumulate(self._drafter.predict(_drafter_features(num_requests, num_verified, depth)))
+        return np.maximum.accumulate(self._drafter_cost.predict(_drafter_features(num_requests, num_verified, depth)))
 
     def observe_step(self, step: DecodingStep, *, target_s: float, drafter_s: float) -> None:
         """Learn from a step without prompt tokens; `drafter_s` is 0 if the drafter did not run."""
-        verified = np.float64(step.num_verified)
-        self._target.observe(_target_features(step.num_requests, verified, step.context_tokens), target_s)
+        num_verified = np.float64(step.num_verified)
+        self._target_cost.observe(_target_features(step.num_requests, num_verified, step.context_tokens), target_s)
         if drafter_s > 0:
-            self._drafter.observe(_drafter_features(step.num_requests, verified, step.depth), drafter_s)
+            self._drafter_cost.observe(_drafter_features(step.num_requests, num_verified, step.depth), drafter_s)
 
     def observe_prompts(self, step: DecodingStep, num_prompt_tokens: int, drafter_s: float) -> None:
-        """Learn from a step that decodes, and also computes prompt tokens."""
+        """Learn from a step that decodes and also computes prompt tokens."""
         decoding_s = self._drafter_s(step.num_requests, np.array([float(step.num_verified)]), step.depth)[0]
         self.prompt_cost.observe(num_prompt_tokens, max(0.0, drafter_s - float(decoding_s)))
 
@@ -323,25 +328,25 @@ class DraftBudget:
         """
         position = np.arange(log_odds.shape[1])
         is_accepted = position < num_accepted[:, None]
-        is_seen = (position <= num_accepted[:, None]) & (position < num_verified[:, None])
+        is_judged = (position <= num_accepted[:, None]) & (position < num_verified[:, None])
         is_copy = np.isnan(log_odds)
-        self._calibrations[source].observe(np.nan_to_num(log_odds), is_seen & ~is_copy, is_accepted)
+        self._calibrations[source].observe(np.nan_to_num(log_odds), is_judged & ~is_copy, is_accepted)
         if is_copy.any():
-            self._calibrations["lookup"].observe(np.zeros_like(log_odds), is_seen & is_copy, is_accepted)
+            self._calibrations["lookup"].observe(np.zeros_like(log_odds), is_judged & is_copy, is_accepted)
 
 
 def log_odds(log_probabilities: Array) -> Array:
     """Return log(p / (1 - p)) for log(p), within +-6."""
     odds = log_probabilities - np.log(-np.expm1(np.minimum(log_probabilities, -1e-6)))
-    return np.asarray(np.clip(odds, -_LIMIT, _LIMIT))
+    return np.asarray(np.clip(odds, -_MAX_LOG_ODDS, _MAX_LOG_ODDS))
 
 
 def _target_features(num_requests: int, num_verified: Any, context_tokens: int) -> Array:
     num_tokens = num_requests + num_verified
-    features = (np.ones_like(num_tokens), num_tokens, np.maximum(0.0, num_tokens - 16))
+    features = (np.ones_like(num_tokens), num_tokens, np.maximum(0.0, num_tokens - 16))  # as in `DraftBudget`
     return np.stack([*features, np.full_like(num_tokens, context_tokens / 1024)], axis=-1)
 
 
 def _drafter_features(num_requests: int, num_verified: Any, depth: int) -> Array:
-    ones, later = np.ones_like(num_verified), depth - 1
-    return np.stack([ones, num_requests * ones, num_verified, later * ones, later * num_requests * ones], axis=-1)
+    ones, more_depths = np.ones_like(num_verified), (depth - 1) * np.ones_like(num_verified)
+    return np.stack([ones, num_requests * ones, num_verified, more_depths, num_requests * more_depths], axis=-1)

@@ -1,4 +1,4 @@
-"""Limits for requests and responses in bulk and online: lists, texts, schemas, patterns, response size.
+"""Limits for requests and responses of bulk runs and endpoints: lists, texts, schemas, patterns, response size.
 
 Oversized schemas, patterns and grammars are refused immediately. The others are compiled in a trial process
 (`engine/trials.py`) before they reach an engine.
@@ -90,13 +90,13 @@ MAX_DEPTH = 64  # of nested lists and objects
 MAX_PROPERTIES = 1_000  # of all objects together
 MAX_OPTIONAL = 200  # optional properties of one object; xgrammar's time grows at least quadratically with their number
 MAX_ALTERNATIVES = 2_000  # of all enums, choices and unions together
-MAX_REFERENCES = 500
+MAX_REFERENCES = 500  # number of `$ref`
 MAX_REPETITIONS = 100_000  # of one element
 MAX_PATTERN_BYTES = 8_192
 
-_COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
+_REPETITION_KEYWORDS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
 # The quantifiers are possessive, so that long runs of blanks do not backtrack.
-_REPEATED = re.compile(r"\{\s*+(\d++)\s*+(?:,\s*+(\d*+)\s*+)?+\}")
+_QUANTIFIER = re.compile(r"\{\s*+(\d++)\s*+(?:,\s*+(\d*+)\s*+)?+\}")
 
 
 def schema_error(schema: Any) -> str | None:
@@ -183,7 +183,7 @@ def _length_error(text: str, limit: int) -> str | None:
 
 
 def _repetition_error(text: str) -> str | None:
-    for minimum, maximum in _REPEATED.findall(text):
+    for minimum, maximum in _QUANTIFIER.findall(text):
         digits = max(minimum, maximum, key=len)
         if len(digits) > len(str(MAX_REPETITIONS)) or int(digits) > MAX_REPETITIONS:
             count_text = f"{int(digits):,}" if len(digits) < 20 else f"{digits[:20]}..."
@@ -226,10 +226,10 @@ class _SchemaSize:
             if self._properties > MAX_PROPERTIES:
                 return f"it has {self._properties:,} properties or more; the limit is {MAX_PROPERTIES:,}"
             names = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
-            if (optional := len(properties.keys() - names)) > MAX_OPTIONAL:
+            if (num_optional := len(properties.keys() - names)) > MAX_OPTIONAL:
                 limit = f"the limit is {MAX_OPTIONAL:,}"
-                return f"an object has {optional:,} optional properties; {limit}; add more of them to `required`"
-        for name in _COUNTS:
+                return f"an object has {num_optional:,} optional properties; {limit}; add more of them to `required`"
+        for name in _REPETITION_KEYWORDS:
             count = schema.get(name)
             if isinstance(count, int | float) and not isinstance(count, bool) and count > MAX_REPETITIONS:
                 return f"{name} is {count:,}; the limit is {MAX_REPETITIONS:,}"

@@ -23,7 +23,7 @@ from peagle.requests.bounds import (
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 _CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")  # of `structured_outputs`
 _CONSTRAINT_OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
-_REPETITION_NAMES = ("max_pattern_size", "min_pattern_size", "min_count")
+_REPETITION_FIELDS = ("max_pattern_size", "min_pattern_size", "min_count")
 MAX_LOGPROBS = 20  # vLLM's own limit, and OpenAI's
 
 
@@ -106,7 +106,7 @@ class RequestSampling(SamplingOptions):
 
     @field_validator("logit_bias")
     @classmethod
-    def _keys_are_token_ids(cls, value: dict[str, float] | None) -> dict[str, float] | None:
+    def _names_are_token_ids(cls, value: dict[str, float] | None) -> dict[str, float] | None:
         for key in value or ():
             if not (key.isascii() and key.isdecimal()):
                 raise ValueError(f"{shown(key)} is not a token id")
@@ -114,9 +114,9 @@ class RequestSampling(SamplingOptions):
 
     @field_validator("repetition_detection")
     @classmethod
-    def _known_names(cls, value: dict[str, int] | None) -> dict[str, int] | None:
-        if unknown := sorted(set(value or ()) - set(_REPETITION_NAMES)):
-            raise ValueError(f"unknown {shown(unknown[0])}: {did_you_mean(unknown[0], _REPETITION_NAMES)}")
+    def _names_are_known(cls, value: dict[str, int] | None) -> dict[str, int] | None:
+        if unknown := sorted(set(value or ()) - set(_REPETITION_FIELDS)):
+            raise ValueError(f"unknown {shown(unknown[0])}: {did_you_mean(unknown[0], _REPETITION_FIELDS)}")
         return value
 
     @field_validator("structured_outputs")
@@ -176,14 +176,14 @@ def conflict(sampling: Mapping[str, Any], limits: SamplingLimits) -> str | None:
         return "seed: vLLM on CPU crashes with seeded sampling ('CPU Generator does not use offset'); leave it out"
     if error := token_id_error(sampling, limits.vocab_size):
         return error[1]
-    top = sampling.get("logprobs")
-    shape = AnswerShape(num_choices=sampling.get("n", 1), logprobs=0 if top is None else 1 + top)
+    num_logprobs = sampling.get("logprobs")
+    shape = AnswerShape(num_choices=sampling.get("n", 1), logprobs=0 if num_logprobs is None else 1 + num_logprobs)
     num_bytes = shape.num_bytes(sampling["max_tokens"])
     if num_bytes <= limits.max_answer_bytes:
         return None
     return (
         f"n, max_tokens, logprobs: the response might have up to {num_bytes / 2**20:,.1f} MiB; the limit is "
-        f"{limits.max_answer_bytes / 2**20:,.0f}"
+        f"{limits.max_answer_bytes / 2**20:,.0f} MiB"
     )
 
 

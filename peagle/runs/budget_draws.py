@@ -54,8 +54,8 @@ class TagBudgets:
                 f"--draw-on {ledger.parent}: no ledger found", hint="use the --state folder of `peagle serve`"
             )
         self._ledger, self._monotonic, self._day = ledger, monotonic, day
-        recorded = (spending for spending in read_tag_spending(ledger) if spending.run == run)
-        self._spending = replace(next(recorded, TagSpending(run=run, tags=tags)), tags=tags)
+        earlier_attempts = (spending for spending in read_tag_spending(ledger) if spending.run == run)
+        self._spending = replace(next(earlier_attempts, TagSpending(run=run, tags=tags)), tags=tags)
         self._accounts = set(tag_accounts(tags))
         self._reader = RequestTotalsReader(ledger)
         self._spent_by_requests: UsdByDay = {account: defaultdict(float) for account in self._accounts}
@@ -83,10 +83,10 @@ class TagBudgets:
 
     def end(self, spent_usd: float) -> None:
         """Write the final cost of the run, without a reservation; raises OSError if it cannot be written."""
-        self._write_spending(spent_usd, 0.0)
+        self._write_spending(spent_usd, held_usd=0.0)
 
-    def _refresh(self, spent_usd: float, held_usd: float) -> None:
-        self._write_spending(spent_usd, held_usd)
+    def _refresh(self, spent_usd: float, reserve_usd: float) -> None:
+        self._write_spending(spent_usd, held_usd=reserve_usd)
         for group, work in self._reader.new():
             for account in self._accounts.intersection(tag_accounts(group.tags)):
                 self._spent_by_requests[account][group.day] += work.usd
@@ -107,16 +107,16 @@ class TagBudgets:
     def _message_if_reached(self, budget: SharedBudget, reserve_usd: float) -> str | None:
         period = period_of(budget.budget_every, self._day()) if budget.budget_every else None
         first_day = day_number(period[0]) if period else -math.inf
-        spent = (
+        spending_by_day = (
             self._spent_by_requests[budget.account],
             self._spent_by_other_runs.get(budget.account, {}),
             self._spending.usd_by_day,
         )
-        spent_usd = sum(usd for days in spent for day, usd in days.items() if day >= first_day)
+        spent_usd = sum(usd for days in spending_by_day for day, usd in days.items() if day >= first_day)
         left_usd = budget.budget_usd - spent_usd - self._held_by_other_runs.get(budget.account, 0.0)
         if left_usd > reserve_usd:
             return None
-        reset = f"; it resets on {period[1]}" if period else ""
+        reset = f"; the budget resets on {period[1]}" if period else ""
         return (
             f"{budget.describe_budget()} is reached: {format_usd(max(0.0, left_usd))} left, and shutting the run "
             f"down may cost {format_usd(reserve_usd)}{reset}"

@@ -3,11 +3,11 @@
     OUT/.lease/N.json         lease N; the highest number is valid, and the file stays when its driver ends
     OUT/.lease/N.stop.json    exists while that driver stops the run, to tell its workers (`stopping.py`)
 
-A lease is acquired by exclusively creating the next number (`write_once`), so only one of several candidates succeeds.
-The holder rewrites the lease every few seconds with an incremented beat. A candidate watches the beat on its own
-monotonic clock, so clock jumps and differences between hosts do not matter: if the beat does not change for the time to
-live (`expiry_s`), the driver counts as dead. If the driver's process was on this host and no longer exists, the
-candidate does not wait.
+A lease is acquired by exclusively creating the next number (`write_once`), so only one of several drivers succeeds. The
+holder rewrites the lease every few seconds with an incremented beat. Another driver that wants the lease watches the
+beat. If the beat does not change for `expiry_s`, the holder counts as dead. The waiting driver measures this on its own
+monotonic clock, so clock jumps and differences between hosts do not matter. If the holder's process was on the
+same host and no longer exists, there is no wait.
 
 Exactly-once cannot depend on the lease, because a suspended driver may resume after another one has finished. Instead,
 units and plans are created exclusively (`directory.py`). The lease prevents two drivers from paying twice, and
@@ -76,7 +76,7 @@ def read_lease(root: StoragePath) -> Lease | None:
     """Return the lease of the current or most recent driver, or None."""
     hint = "make sure that no driver is running, and delete the file"
     for _ in range(_READ_ATTEMPTS):
-        if not (numbers := _numbers(root)):
+        if not (numbers := _lease_numbers(root)):
             return None
         path = root / FOLDER / f"{max(numbers)}.json"
         try:
@@ -145,7 +145,7 @@ class HeldLease:
         return (lease.number, lease.token) != (self._lease.number, self._lease.token)
 
     def _write(self, lease: Lease) -> None:
-        write_atomic(self._root / FOLDER / f"{lease.number}.json", _to_bytes(lease))
+        write_atomic(self._root / FOLDER / f"{lease.number}.json", _lease_to_bytes(lease))
 
 
 @contextlib.contextmanager
@@ -224,10 +224,10 @@ def _acquire(
             heartbeat_s=heartbeat_s,
         )
         path = root / FOLDER / f"{lease.number}.json"
-        is_created = write_once(path, _to_bytes(lease))
-        # If this process was suspended before it created its file, there may be leases with higher numbers.
-        if is_created and max(_numbers(root), default=0) == lease.number:
-            # Delete earlier leases and leftovers of killed drivers, but not files of other candidates.
+        is_created = write_once(path, _lease_to_bytes(lease))
+        # If this process was suspended before `write_once`, there may be leases with higher numbers.
+        if is_created and max(_lease_numbers(root), default=0) == lease.number:
+            # Delete earlier leases and leftovers of killed drivers, but not files of drivers that try now.
             for other in (root / FOLDER).iterdir():
                 number = other.name.lstrip(".").partition(".")[0]
                 if number.isdecimal() and int(number) < lease.number:
@@ -268,11 +268,11 @@ def _in_use_error(root: StoragePath, lease: Lease) -> RunInUse:
     )
 
 
-def _to_bytes(lease: Lease) -> bytes:
+def _lease_to_bytes(lease: Lease) -> bytes:
     return (json.dumps(asdict(lease), indent=2) + "\n").encode()
 
 
-def _numbers(root: StoragePath) -> list[int]:
+def _lease_numbers(root: StoragePath) -> list[int]:
     return [int(path.stem) for path in (root / FOLDER).glob("*.json") if path.stem.isdecimal()]
 
 

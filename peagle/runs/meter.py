@@ -54,21 +54,21 @@ class Snapshot:
         )
 
 
-_LENT = "-lent"
+_LENT_SUFFIX = "-lent"
 
 
 def new_session_id(*, is_lent: bool = False) -> str:
     """Return a unique id that sorts by time. `is_lent` marks the session of a borrowed engine."""
-    return f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{uuid.uuid4().hex[:8]}" + _LENT * is_lent
+    return f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{uuid.uuid4().hex[:8]}" + _LENT_SUFFIX * is_lent
 
 
 def is_lent(session_id: str) -> bool:
     """Return whether a session used a borrowed engine, whose seconds are billed in the ledger of the endpoint."""
-    return session_id.endswith(_LENT)
+    return session_id.endswith(_LENT_SUFFIX)
 
 
 class EngineMeter:
-    """A gapless account of one engine's time since `started`, a time of the clock `monotonic`.
+    """An account of all seconds of one engine since `started`, a time of the clock `monotonic`.
 
     While requests run, time is busy and is divided among their units in proportion to the number of requests that each
     unit has in the engine; a request with several choices counts once per choice. So the units' shares add up to the
@@ -80,7 +80,7 @@ class EngineMeter:
 
     def __init__(self, *, monotonic: Callable[[], float] = time.monotonic, started: float | None = None) -> None:
         self._monotonic = monotonic
-        self._started = self._last = monotonic() if started is None else started
+        self._started = self._last_tick = monotonic() if started is None else started
         self._running: Counter[int] = Counter()
         self._busy_by_unit: defaultdict[int, float] = defaultdict(float)
         self.load_s = self.compile_s = self.busy_s = self.idle_s = 0.0
@@ -89,11 +89,11 @@ class EngineMeter:
         self._lock = threading.RLock()
 
     def snapshot(self) -> "Snapshot":
-        """Return the account up to now; its four states add up to `elapsed_s`."""
+        """Return the account up to now; the seconds of the four states add up to `elapsed_s`."""
         with self._lock:
             self.tick()
             return Snapshot(
-                elapsed_s=self._last - self._started,
+                elapsed_s=self._last_tick - self._started,
                 load_s=self.load_s,
                 compile_s=self.compile_s,
                 busy_s=self.busy_s,
@@ -134,7 +134,7 @@ class EngineMeter:
         """Account for the time since the last event."""
         with self._lock:
             now = self._monotonic()
-            elapsed_s, self._last = now - self._last, now
+            elapsed_s, self._last_tick = now - self._last_tick, now
             num_running = self._running.total()
             if not self._ready:
                 self.load_s += elapsed_s

@@ -63,7 +63,7 @@ class RowAudit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Sample:
+class _SampledRow:
     """A committed row with its request."""
 
     id: str
@@ -104,8 +104,8 @@ def sample_rows(rows_by_unit: dict[int, int], num_rows: int, seed: int) -> dict[
     positions: dict[int, list[int]] = {}
     first = 0
     for unit, count in rows_by_unit.items():
-        if rows := [row - first for row in chosen if first <= row < first + count]:
-            positions[unit] = rows
+        if unit_positions := [row - first for row in chosen if first <= row < first + count]:
+            positions[unit] = unit_positions
         first += count
     return positions
 
@@ -113,36 +113,36 @@ def sample_rows(rows_by_unit: dict[int, int], num_rows: int, seed: int) -> dict[
 def audit_rows(
     run: RunDirectory,
     manifest: dict[str, Any],
-    target: AuditedEngine,
+    audited: AuditedEngine,
     positions: dict[int, list[int]],
     announce: Callable[[str], None],
     start: StartEngine,
 ) -> list[RowAudit]:
-    """Generate the chosen rows again, and compare them with the committed rows."""
+    """Generate the rows at `positions` again, and compare them with the committed rows."""
     units = {unit.unit: unit for unit in run.plan().units}
-    builder = _builder(manifest, target)
-    parser = None if target.is_fake else _parser(manifest["config"], target.spec)
+    builder = _builder(manifest, audited)
+    parser = None if audited.is_fake else _parser(manifest["config"], audited.spec)
     run_sampling = manifest["fingerprint"]["sampling"]
     base_sampling = {name: value for name, value in run_sampling.items() if name not in ("column", "seed")}
     columns = ["id", "response", "finish_reason", "num_prompt_tokens", "num_output_tokens", "completions"]
-    audits_or_samples: list[RowAudit | _Sample] = []
-    for number, rows in positions.items():
-        with open_to_read(run.unit_path(number)) as file:
+    audits_or_samples: list[RowAudit | _SampledRow] = []
+    for unit_number, unit_positions in positions.items():
+        with open_to_read(run.unit_path(unit_number)) as file:
             table = read_table(file)
-        table = table.rename_columns(internal_names(table.schema)).select(columns).take(rows)
+        table = table.rename_columns(internal_names(table.schema)).select(columns).take(unit_positions)
         committed_rows = table.to_pylist()
         audits_or_samples += _samples(
-            units[number], committed_rows, builder, base_sampling, parser, is_fake=target.is_fake
+            units[unit_number], committed_rows, builder, base_sampling, parser, is_fake=audited.is_fake
         )
-    samples = [item for item in audits_or_samples if isinstance(item, _Sample)]
-    audits = _regenerate(samples, target, announce, start) if samples else {}
+    samples = [item for item in audits_or_samples if isinstance(item, _SampledRow)]
+    audits = _regenerate(samples, audited, announce, start) if samples else {}
     return [item if isinstance(item, RowAudit) else audits[item.id] for item in audits_or_samples]
 
 
-def _builder(manifest: dict[str, Any], target: AuditedEngine) -> RequestBuilder:
-    spec, fingerprint = target.spec, manifest["fingerprint"]
+def _builder(manifest: dict[str, Any], audited: AuditedEngine) -> RequestBuilder:
+    spec, fingerprint = audited.spec, manifest["fingerprint"]
     assert spec.max_model_len is not None, "compose_engine() sets it"
-    tokenizer = tokenizer_of(None if target.is_fake else spec.model, spec.revision)
+    tokenizer = tokenizer_of(None if audited.is_fake else spec.model, spec.revision)
     prompts = PromptBuilder(PromptSpec(**fingerprint["prompts"]), tokenizer, spec.max_model_len)
     sampling = dict(fingerprint["sampling"])
     column = sampling.pop("column")
@@ -173,13 +173,13 @@ def _samples(
     parser: ResponseParser | None,
     *,
     is_fake: bool,
-) -> list[RowAudit | _Sample]:
+) -> list[RowAudit | _SampledRow]:
     """Return the rows of one unit with their requests, or why they cannot be compared."""
     try:
         raw_rows = list(read_span(unit.span))
     except InputError as error:
         return [RowAudit(id=row["id"], skipped=f"the input cannot be read: {error.message}") for row in rows]
-    audits_or_samples: list[RowAudit | _Sample] = []
+    audits_or_samples: list[RowAudit | _SampledRow] = []
     for row in rows:
         raw = raw_rows[int(row["id"]) - unit.first_id]
         request = RowError(reason=raw.reason, message=raw.error) if raw.error else builder.build(raw.columns)
@@ -201,45 +201,45 @@ def _samples(
             num_output_tokens=row["num_output_tokens"],
         )
         audits_or_samples.append(
-            _Sample(id=row["id"], committed=committed, prompt_token_ids=request.prompt_token_ids, sampling=sampling)
+            _SampledRow(id=row["id"], committed=committed, prompt_token_ids=request.prompt_token_ids, sampling=sampling)
         )
     return audits_or_samples
 
 
 def _regenerate(
-    samples: Sequence[_Sample], target: AuditedEngine, announce: Callable[[str], None], start: StartEngine
+    samples: Sequence[_SampledRow], audited: AuditedEngine, announce: Callable[[str], None], start: StartEngine
 ) -> dict[str, RowAudit]:
-    announce(f"starting {target.spec.model} without a drafter, {target.precision}")
-    if target.is_fake:
+    announce(f"starting {audited.spec.model} without a drafter, {audited.precision}")
+    if audited.is_fake:
         from peagle.engine.fake import FakeEngine
 
-        return asyncio.run(_generate_all(FakeEngine(), samples, target, announce))
+        return asyncio.run(_generate_all(FakeEngine(), samples, audited, announce))
 
     async def use(engine: Engine, _: float) -> dict[str, RowAudit]:
-        return await _generate_all(engine, samples, target, announce)
+        return await _generate_all(engine, samples, audited, announce)
 
     spec = replace(
-        target.spec,
+        audited.spec,
         drafter=None,
         num_nodes=1,
-        # The same as in the run with its drafter, so that prompts are prefilled in the same chunks.
-        max_num_batched_tokens=target.spec.max_num_batched_tokens
-        or max_num_batched_tokens(target.spec, hardware.detect()),
+        # The run's value with the drafter, so that prompts are prefilled in the same chunks.
+        max_num_batched_tokens=audited.spec.max_num_batched_tokens
+        or max_num_batched_tokens(audited.spec, hardware.detect()),
         # The log-probabilities after penalties and constraints, from which the token was chosen.
-        extra={**target.spec.extra, "logprobs_mode": "processed_logprobs"},
+        extra={**audited.spec.extra, "logprobs_mode": "processed_logprobs"},
     )
     with tempfile.TemporaryDirectory() as folder:
         return with_engine(spec, hardware.detect(), start, Path(folder) / "engine.log", use)
 
 
 async def _generate_all(
-    engine: Engine, samples: Sequence[_Sample], target: AuditedEngine, announce: Callable[[str], None]
+    engine: Engine, samples: Sequence[_SampledRow], audited: AuditedEngine, announce: Callable[[str], None]
 ) -> dict[str, RowAudit]:
-    slots = asyncio.Semaphore(target.spec.max_num_seqs)
-    tokenizer: Any = tokenizer_of(None if target.is_fake else target.spec.model, target.spec.revision)
+    slots = asyncio.Semaphore(audited.spec.max_num_seqs)
+    tokenizer: Any = tokenizer_of(None if audited.is_fake else audited.spec.model, audited.spec.revision)
     special_tokens = tuple(getattr(tokenizer, "all_special_tokens", ()))
 
-    async def generate(sample: _Sample) -> RowAudit:
+    async def generate(sample: _SampledRow) -> RowAudit:
         sampling = {**sample.sampling, "logprobs": NUM_LIKELIEST}
         async with slots:
             try:
@@ -250,7 +250,7 @@ async def _generate_all(
         completion: CompletionOutput = generation.completions[0]
         if len(generation.completions) > 1:  # only with the fake engine; the row has the tokens of all responses
             completion = replace(completion, num_output_tokens=generation.num_output_tokens)
-        verdict = compare(sample.committed, completion, ends=end_texts, max_tie=target.max_tie)
+        verdict = compare(sample.committed, completion, ends=end_texts, max_tie=audited.max_tie)
         return RowAudit(id=sample.id, verdict=verdict)
 
     audits = await asyncio.gather(*map(generate, samples))

@@ -3,7 +3,7 @@
     OUT/suspects/unit-N.SESSION.json    the rows of unit N that engine process SESSION runs; deleted when N is committed
 
 This file is the note of unit N. It is written before the rows enter the engine, so it exists no matter which process
-is killed. Its meaning depends on what ended:
+is killed. The meaning of a note depends on what ended:
 
 - The engine crashed and its actor noticed (`died`): the rows in the note were in the engine. They are suspects, and
   each is retried alone. A row that was alone at two crashes is poisoned; a single crash might be coincidence.
@@ -21,7 +21,8 @@ from dataclasses import asdict, dataclass
 
 from peagle.storage import StoragePath, write_atomic
 
-_LOST_LIMIT = _CRASH_LIMIT = 2  # at the limit, a unit's rows are suspects, or a row is poisoned
+_MAX_LOST = 2  # lost engine processes until all rows of a unit are suspects
+_MAX_CRASHES_ALONE = 2  # until a row is poisoned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +50,8 @@ class Verdict:
 def judge(notes: Iterable[Note], num_rows: int) -> Verdict:
     """Return the verdict from the notes of dead engine processes.
 
-    Example: three rows were in an engine that crashed, then the first row was alone in two engines that crashed. It is
-    poisoned, and the other two rows are suspects.
+    Example: three rows were in an engine that crashed, then the first row was alone in two engines that crashed. The
+    first row is poisoned, and the other two rows are suspects.
     """
     suspects: set[int] = set()
     crashes_alone: Counter[int] = Counter()
@@ -63,9 +64,9 @@ def judge(notes: Iterable[Note], num_rows: int) -> Verdict:
         suspects.update(rows)
         if note.alone:
             crashes_alone.update(rows)
-    if num_lost >= _LOST_LIMIT:
+    if num_lost >= _MAX_LOST:
         suspects.update(range(num_rows))
-    poisoned = frozenset(row for row, count in crashes_alone.items() if count >= _CRASH_LIMIT)
+    poisoned = frozenset(row for row, count in crashes_alone.items() if count >= _MAX_CRASHES_ALONE)
     return Verdict(suspects=frozenset(suspects) - poisoned, poisoned=poisoned)
 
 
@@ -85,8 +86,8 @@ class UnitNotes:
                 continue
             note = _read(path)
             # If another unit's row was alone in that engine process, this unit only waited.
-            others = self._folder.glob(f"unit-*.{path.name.split('.')[1]}.json") if note.is_vague else ()
-            if any(_read(other).alone for other in others if other != path):
+            other_paths = self._folder.glob(f"unit-*.{path.name.split('.')[1]}.json") if note.is_vague else ()
+            if any(_read(other).alone for other in other_paths if other != path):
                 path.unlink(missing_ok=True)
             else:
                 notes.append(note)

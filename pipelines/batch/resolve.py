@@ -124,7 +124,7 @@ class ResolvedRun:
 
     @property
     def slot_group_name(self) -> str:
-        """The name of the group in which the run's engines claim slots on a node."""
+        """`slot_group`, or else the run's id as the name of its own group."""
         return self.slot_group or str(self.directory.manifest()["run_id"])
 
     def for_stages(self) -> "ResolvedRun":
@@ -161,7 +161,7 @@ class ResolvedRun:
             f"price: {format_price(self.price.to_dict())}"
         )
 
-    def fingerprint(self, corpus: str) -> dict[str, Any]:
+    def fingerprint(self, corpus_fingerprint: str) -> dict[str, Any]:
         """Return the settings that must be equal to continue this run."""
         drafter = self.spec.drafter
         engine_args = {**self.spec.extra, **self.config.engine_args}  # each of these may change responses
@@ -181,7 +181,7 @@ class ResolvedRun:
             "max_model_len": self.spec.max_model_len,
             "sampling": {**self.sampling.base, "column": self.sampling.column},
             "prompts": self.prompts.to_dict(),
-            "corpus": {"content": corpus, "limit": self.config.limit},
+            "corpus": {"content": corpus_fingerprint, "limit": self.config.limit},
         }
 
 
@@ -246,7 +246,7 @@ def resolve(
 
 
 def may_skip_compiling(options: EngineOptions, spec: EngineSpec) -> bool:
-    """Return whether compiling is optional: not chosen by the user, not done before, no pipeline stages."""
+    """Return whether compiling may be skipped: no `enforce_eager` option, no cached code, no pipeline stages."""
     return (
         "enforce_eager" not in options.model_fields_set
         and options.pipeline_parallel_size == 1
@@ -255,7 +255,7 @@ def may_skip_compiling(options: EngineOptions, spec: EngineSpec) -> bool:
 
 
 def _is_worth_compiling(config: GenerateConfig, plan: Plan, hardware: Hardware, engine: ResolvedEngine) -> bool:
-    """Return whether compiling saves more time than it takes, or must not be skipped."""
+    """Return whether compiling saves more time than it takes, or may not be skipped."""
     footprint, num_tokens = footprint_of(engine.model), plan.num_rows * config.max_tokens
     if config.engine == "fake" or footprint is None or not may_skip_compiling(config, engine.spec):
         return True
@@ -303,7 +303,7 @@ def resolve_engine_price(config: GenerateConfig, hardware: Hardware, placement: 
         PriceError: the price is unknown, or is for other devices.
     """
     price = resolve_price(config, hardware)
-    require_device(price, placement.device, "engines here")
+    require_device(price, placement.device, engines="engines here")
     return price
 
 
@@ -343,8 +343,8 @@ def _resolve_sampling(
         can_seed=hardware.platform != "cpu" or config.engine == "fake",
         vocab_size=engine.model.vocab_size,
     )
-    if conflict_message := conflict(config.sampling(), limits):
-        raise ConfigError(conflict_message)
+    if message := conflict(config.sampling(), limits):
+        raise ConfigError(message)
     column = config.sampling_column
     if is_batch and column is not None:
         raise ConfigError("sampling_column cannot be used with an OpenAI batch: each body has its own parameters")

@@ -1,4 +1,4 @@
-"""One engine process from its start to shutdown: its slot, its log and its heartbeats in the ledger.
+"""One engine process from start to shutdown: its slot, its log and its heartbeats in the ledger.
 
 An actor that does not load its engine yet (`StartPolicy`) writes no session, so it is not charged.
 """
@@ -122,12 +122,12 @@ class StartPolicy:
             sessions = run.sessions()
             heartbeats.observe(sessions)
             num_alive = len(heartbeats.alive(sessions))
-            is_needed = num_alive < self.num_engines or self._is_worth_it(run, sessions, num_alive)
-            if is_needed and run.stop.grace_s() is None:
+            is_needed = num_alive < self.num_engines or self._is_worth_loading(run, sessions, num_alive)
+            if is_needed and run.stop.grace_s() is None:  # and the run is not being stopped
                 return
             time.sleep(_HEARTBEATS_PER_CHECK * self.heartbeat_s)
 
-    def _is_worth_it(self, run: RunDirectory, sessions: Sequence[EngineSession], num_alive: int) -> bool:
+    def _is_worth_loading(self, run: RunDirectory, sessions: Sequence[EngineSession], num_alive: int) -> bool:
         committed_work = sum(self.work[unit] for unit in run.committed() if unit < len(self.work))
         return is_worth_loading(sessions, num_alive, committed_work, sum(self.work) - committed_work)
 

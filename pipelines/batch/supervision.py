@@ -62,7 +62,7 @@ class CrashCounter:
     def __init__(self, num_engines: int) -> None:
         self._num_engines = num_engines
         self._num_crashes = 0
-        self._num_finished = 0
+        self._progress = 0
         self.num_consecutive = 0
 
     def observe(self, sessions: Iterable[EngineSession], num_rows: int) -> int:
@@ -70,12 +70,12 @@ class CrashCounter:
         sessions = list(sessions)
         slots = {(session.hostname, session.engine_index) for session in sessions}
         num_crashes = len(sessions) - min(len(slots), self._num_engines)
-        # Tokens are counted when a row finishes, before its unit is committed.
-        num_finished = num_rows + sum(session.num_output_tokens for session in sessions)
-        if num_finished > self._num_finished:
+        # Rows of committed units plus tokens of finished rows: the sum grows with every row that finishes.
+        progress = num_rows + sum(session.num_output_tokens for session in sessions)
+        if progress > self._progress:
             self.num_consecutive = 0
         self.num_consecutive += num_crashes - self._num_crashes
-        self._num_crashes, self._num_finished = num_crashes, num_finished
+        self._num_crashes, self._progress = num_crashes, progress
         return self.num_consecutive
 
 
@@ -125,7 +125,7 @@ class Supervisor:
             StoppedEarly: no money or time is left, or a signal arrived.
             TooManyFailedRows: too many rows failed in earlier attempts.
         """
-        if ending := self._stopped_or_limited():
+        if ending := self._find_stop_or_limit():
             self.ending = ending
             raise self.error()
 
@@ -137,7 +137,7 @@ class Supervisor:
         self.tally.observe(usd, num_engines=len(loaded_engines(alive)), tokens_per_s=tokens_per_s(alive) or 0.0)
         self._warnings = dict.fromkeys(start_warnings(sessions), False) | self._warnings
         self._limits = replace(self._limits, reserve_usd=self._reserve_usd(len(alive)))
-        if self.ending is None and (ending := self._reason_to_end(sessions)):
+        if self.ending is None and (ending := self._find_ending(sessions)):
             self.ending = ending
             self._give_up_at = time.monotonic() + self._run.config.grace_s + GIVE_UP_S
         if self.ending is not None and not self._is_stop_requested:
@@ -181,7 +181,7 @@ class Supervisor:
 
     # --- reasons
 
-    def _stopped_or_limited(self) -> Ending | None:
+    def _find_stop_or_limit(self) -> Ending | None:
         if self._request.stop.is_set():
             return Ending(error=StoppedEarly, message=BY_SIGNAL)
         self._limits = replace(self._limits, budget_usd=self._request.budget_usd)
@@ -191,14 +191,14 @@ class Supervisor:
             return Ending(error=StoppedEarly, message=message, advice=_BUDGET_ADVICE)
         return None
 
-    def _reason_to_end(self, sessions: Sequence[EngineSession]) -> Ending | None:
-        if ending := self._stopped_or_limited():
+    def _find_ending(self, sessions: Sequence[EngineSession]) -> Ending | None:
+        if ending := self._find_stop_or_limit():
             return ending
         num_consecutive = self._crashes.observe(sessions, self.tally.num_rows)
         if num_consecutive >= _MAX_CONSECUTIVE_CRASHES:
             return Ending(
                 error=EngineError,
-                message=f"engines crashed {num_consecutive} times in a row without finishing a single row",
+                message=f"engines crashed {num_consecutive} times without finishing a row",
                 advice="find the cause in the run's logs/ folder; then the same command continues the run",
             )
         return None
@@ -233,7 +233,7 @@ class Supervisor:
         )
 
     def _budget_to_finish(self) -> float:
-        """Return a budget, rounded up, that suffices if remaining rows cost at most a fifth more than finished ones."""
+        """Return a rounded budget that suffices if remaining rows cost at most 20 % more than finished rows."""
         budget = self._limits.budget_usd or 0.0
         num_done = self.tally.num_rows + self.tally.num_failed_rows
         remaining_usd = self._spending.usd / num_done * (self._run.plan.num_rows - num_done) if num_done else budget
@@ -243,9 +243,10 @@ class Supervisor:
 
     def _deadline_flags(self) -> dict[str, str | None]:
         """Return the flag to resume with: `none` replaces a fixed time, which has passed; a duration stays as it is."""
-        text = self._run.config.deadline or "none"
-        parsed_now = parse_deadline(text, datetime.datetime.fromtimestamp(time.time() + 1))
-        return {"--deadline": "none"} if parsed_now == self._limits.deadline_at else {}
+        deadline = self._run.config.deadline or "none"
+        # One second later, a duration gives another deadline, and a fixed time the same one.
+        parsed_later = parse_deadline(deadline, datetime.datetime.fromtimestamp(time.time() + 1))
+        return {"--deadline": "none"} if parsed_later == self._limits.deadline_at else {}
 
 
 def require_few_failures(report: Mapping[str, Any], run: RunDirectory, request: RunRequest) -> None:

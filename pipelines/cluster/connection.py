@@ -12,7 +12,7 @@ from peagle.quiet import QuietStderr
 from pipelines.cluster import ray
 from pipelines.cluster.startable import require_startable
 
-_IF_LOST = "Units in progress are lost, committed ones are saved. It is safe to continue with the same command"
+_IF_RAY_DIES = "Units in progress are lost, committed ones are saved. It is safe to continue with the same command"
 
 
 class Connection:
@@ -38,7 +38,7 @@ class Connection:
     def start(self) -> None:
         """Join or start the cluster, unless it is connected. Raises like `ray.ray_cluster`."""
         if not self._is_connected:
-            self._stack.enter_context(ray.ray_cluster(if_lost=_IF_LOST))
+            self._stack.enter_context(ray.ray_cluster(if_lost=_IF_RAY_DIES))
             self._stack.callback(ray.release_nodes)
             self._is_connected = True
 

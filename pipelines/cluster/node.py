@@ -21,7 +21,7 @@ from peagle.private import SECRET_MODE, temporary_folder
 _MAX_SLOTS = 1024
 # With at least this many concurrent requests, OpenMP threads do not yield. On 2 cores, yielding was usually faster at
 # up to 4 requests, and slower at 16.
-_MANY_SEQS = 8
+_MIN_SEQS_WITHOUT_YIELD = 8
 
 
 def claim_slot(slot_group: str) -> int:
@@ -72,9 +72,9 @@ def rotate_log_forever(log: Path, *, max_bytes: int = 64 << 20, every_s: float =
 
 def openmp_variables(spec: EngineSpec) -> dict[str, str]:
     """Return variables for a CPU engine that shares its cores with Ray and a driver."""
-    # Intel's OpenMP yields the core while it waits for its other threads, and a busy process returns the core late:
-    # benchmarks/bulk/OVERHEAD.md.
-    return {"KMP_USE_YIELD": "0"} if spec.max_num_seqs >= _MANY_SEQS else {}
+    # Intel's OpenMP yields the core while it waits for its other threads, and a busy process returns the core late
+    # (benchmarks/bulk/OVERHEAD.md).
+    return {"KMP_USE_YIELD": "0"} if spec.max_num_seqs >= _MIN_SEQS_WITHOUT_YIELD else {}
 
 
 def set_threads(spec: EngineSpec) -> None:

@@ -1,4 +1,4 @@
-"""The report of a run, or of several side by side, as data.
+"""The report of a run, or a comparison of several reports, as data.
 
 The terminal summary, report.json and report.html are all made from the result of `report_dict`.
 """
@@ -45,14 +45,14 @@ class RunInfo:
 
     def __post_init__(self) -> None:
         for name in ("started_at", "finished_at"):
-            object.__setattr__(self, name, _utc(name, getattr(self, name)))
+            object.__setattr__(self, name, _to_utc(name, getattr(self, name)))
         if self.label is None:
             k = f" K={self.num_speculative_tokens}" if self.num_speculative_tokens else ""
             label = f"{self.model} with {self.drafter}{k}" if self.drafter else f"{self.model}, no drafter"
             object.__setattr__(self, "label", label)
 
 
-def _utc(name: str, moment: str | float | None) -> str | None:
+def _to_utc(name: str, moment: str | float | None) -> str | None:
     if moment is None:
         return None
     try:
@@ -130,10 +130,10 @@ def _notes(account: Account, info: RunInfo, shares: Mapping[str, float]) -> list
         )
     if shares["idle"] > LARGE_WASTE:
         notes.append(f"{format_share(shares['idle'])} of the cost was idle time. Use fewer engines or more rows.")
-    start = shares["load"] + shares["compile"]
-    if start > 0.5:
+    startup_share = shares["load"] + shares["compile"]
+    if startup_share > 0.5:
         notes.append(
-            f"{format_share(start)} of the cost was loading and compiling. "
+            f"{format_share(startup_share)} of the cost was loading and compiling. "
             "Each engine loads once, so longer runs have a smaller share."
         )
     if account.price.doubt:
@@ -158,18 +158,18 @@ def compare(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     checked = [check_report(report) for report in reports]
     if not checked:
         raise PeagleError("there is no report to compare")
-    baseline = next((i for i, report in enumerate(checked) if report["run"]["drafter"] is None), 0)
+    baseline_index = next((i for i, report in enumerate(checked) if report["run"]["drafter"] is None), 0)
     figures = []
     for figure in FIGURES.values():
         values = [figure.value(report) for report in checked]
-        ratios = [_ratio(value, values[baseline]) if figure.has_ratio else None for value in values]
+        ratios = [_ratio(value, values[baseline_index]) if figure.has_ratio else None for value in values]
         figures.append({"name": figure.name, "label": figure.label, "values": values, "ratios": ratios})
     return {
         "schema": SCHEMA,
         "labels": _labels(checked),
-        "baseline": baseline,
+        "baseline": baseline_index,
         "figures": figures,
-        "notes": _comparison_notes(checked, baseline),
+        "notes": _comparison_notes(checked, baseline_index),
     }
 
 
@@ -190,15 +190,15 @@ def _labels(reports: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def _comparison_notes(reports: Sequence[Mapping[str, Any]], baseline: int) -> list[str]:
-    base = reports[baseline]
+def _comparison_notes(reports: Sequence[Mapping[str, Any]], baseline_index: int) -> list[str]:
+    baseline_report = reports[baseline_index]
     notes = []
     for label, report in zip(_labels(reports), reports, strict=True):
-        if report is base:
+        if report is baseline_report:
             continue
-        differing = [name for name in _CONDITIONS if report["run"][name] != base["run"][name]]
-        ratio = _ratio(report["account"]["tokens_per_busy_usd"], base["account"]["tokens_per_busy_usd"])
-        adds_drafter = report["run"]["drafter"] is not None and base["run"]["drafter"] is None
+        differing = [name for name in _CONDITIONS if report["run"][name] != baseline_report["run"][name]]
+        ratio = _ratio(report["account"]["tokens_per_busy_usd"], baseline_report["account"]["tokens_per_busy_usd"])
+        adds_drafter = report["run"]["drafter"] is not None and baseline_report["run"]["drafter"] is None
         if adds_drafter and ratio is not None and ratio < 1 and set(differing) <= {"num_input_rows"}:
             notes.append(
                 f"{label}: the drafter costs more than it saves, with {ratio:.2f} times the tokens per busy dollar."

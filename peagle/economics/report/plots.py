@@ -24,6 +24,7 @@ from peagle.charts import (
 )
 from peagle.economics.report.figures import SHARES, format_duration, format_share, format_usd
 
+# CSS colours of the engine states, and of the labels on them, for light and dark pages.
 SHARE_LIGHT = (
     "--load: #8a79d8; --compile: #e0a320; --busy: #2a78d6; --idle: #b4b8bd; --lost: #cf3f3f;"
     " --on-load: #14171a; --on-compile: #14171a; --on-busy: #ffffff; --on-idle: #14171a; --on-lost: #ffffff;"
@@ -37,14 +38,14 @@ SHARE_RULES = "".join(
     for name in SHARES
 )
 _LABEL_CHARS = 64
-_MIN_WIDTH = 3  # of a bar with a value above 0
+_MIN_WIDTH = 3  # of a bar with a value above 0, in SVG units, as all sizes here
 _MAX_BAR_WIDTH = 240  # leaves room for the text of the value
 _BAR_HEIGHT, _ROW_HEIGHT = 18, 46
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """Acceptance by position of one run; `series` selects the colour."""
+    """Acceptance rates of one run by position in the draft; `series` is the number of its colour."""
 
     label: str
     rates: Sequence[float]
@@ -174,8 +175,8 @@ def histogram_svg(histogram: Mapping[str, Any], name: str, x_name: str) -> str:
     columns = []
     for index, count in enumerate(counts):
         begin = first + index * step
-        is_open = histogram["has_more"] and index == len(counts) - 1
-        span = f"{tick(begin)} and more" if is_open else f"{tick(begin)} to {tick(begin + step)}"
+        is_unbounded = histogram["has_more"] and index == len(counts) - 1
+        span = f"{tick(begin)} and more" if is_unbounded else f"{tick(begin)} to {tick(begin + step)}"
         columns.append((tick(begin), [("series-0", float(count), f"{span}: {count:,} rows")]))
     parts = _columns(columns, 0.92, tick)
     return drawing(HEIGHT, name, [*parts, x_axis_name(x_name), y_axis_name("rows", at_right=True)])
@@ -243,14 +244,14 @@ def _rect(css_class: str, x: float, y: float, width: float, height: float, toolt
     return f'<rect class="{css_class}" {geometry} rx="1.5">{title(tooltip)}</rect>'
 
 
-# Units of time: seconds, name, and the allowed tick intervals in that unit.
-_UNITS = (
+# Seconds, name, and the allowed tick intervals in that unit.
+_TIME_UNITS = (
     (86_400, "d", (1, 2, 7, 14)),
     (3600, "h", (1, 2, 4, 8)),
     (60, "min", (1, 2, 5, 10, 20)),
     (1, "s", (1, 2, 5, 10, 20)),
 )
-_TICKS_S = sorted(unit_s * number for unit_s, _, numbers in _UNITS for number in numbers)
+_TICKS_S = sorted(unit_s * number for unit_s, _, numbers in _TIME_UNITS for number in numbers)
 _MAX_TICKS = 6
 _LANE_PITCH, _LANE_HEIGHT = 46, 18
 
@@ -269,8 +270,8 @@ def series_svg(
     step_s = timeline["step_s"]
     points = [(x(0.0), y(0.0))] if is_sum else []
     for index, value in enumerate(values):
-        begin = [] if is_sum else [(x(index * step_s), y(value))]
-        points += [*begin, (x((index + 1) * step_s), y(value))]
+        step_start = [] if is_sum else [(x(index * step_s), y(value))]
+        points += [*step_start, (x((index + 1) * step_s), y(value))]
     line = " ".join(f"{point_x:.1f},{point_y:.1f}" for point_x, point_y in points)
     base, bottom = f"{x(0.0):.1f},{y(0.0):.1f}", HEIGHT - BOTTOM
     elements = [
@@ -319,7 +320,7 @@ def _time_scale(timeline: Mapping[str, Any], left: float) -> Callable[[float], f
 def _time_axis(timeline: Mapping[str, Any], x: Callable[[float], float], top: float, bottom: float) -> list[str]:
     total_s = timeline["total_s"]
     step_s = next((step for step in _TICKS_S if total_s <= _MAX_TICKS * step), total_s / _MAX_TICKS)
-    unit_s, unit, _ = next(unit for unit in _UNITS if step_s >= unit[0])
+    unit_s, unit, _ = next(unit for unit in _TIME_UNITS if step_s >= unit[0])
     ticks_s = [step_s * number for number in range(int(total_s / step_s) + 1)]
     elements = [
         text(x(tick_s), bottom + 16, f"{tick_s / unit_s:,.0f} {unit}", "tick", "middle" if tick_s else "start")
@@ -327,6 +328,6 @@ def _time_axis(timeline: Mapping[str, Any], x: Callable[[float], float], top: fl
     ]
     for pause in timeline["pauses"]:
         tooltip = title(f"an omitted pause of {format_duration(pause['lasted_s'])}")
-        at = f"{x(pause['at_s']):.1f}"
-        elements.append(f'<line class="pause" x1="{at}" x2="{at}" y1="{top:g}" y2="{bottom:g}">{tooltip}</line>')
+        x1 = f"{x(pause['at_s']):.1f}"
+        elements.append(f'<line class="pause" x1="{x1}" x2="{x1}" y1="{top:g}" y2="{bottom:g}">{tooltip}</line>')
     return elements

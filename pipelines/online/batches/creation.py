@@ -36,10 +36,10 @@ class Quota:
 
     @contextlib.asynccontextmanager
     async def hold(self, key: KeyRecord, num_bytes: int) -> AsyncIterator[Callable[..., Awaitable[Any]]]:
-        """Reserve space for a file until its record is written or the upload has failed. Raises 413 over quota.
+        """Reserve space for a file until its record is written or the upload has failed. Raises 413 if over quota.
 
-        Yields `write(function, *arguments)`, which runs a function that writes the record in a thread. The reservation
-        stays until that function returns, even if the client disconnects.
+        Yields `write(function, *arguments)`, which runs `function` in a thread to write the record. The reservation
+        stays until `function` returns, even if the client disconnects.
         """
         self._count_arriving(key, num_bytes, 1)
         writes: list[asyncio.Task[Any]] = []
@@ -119,16 +119,16 @@ def read_form(form: Mapping[str, Any]) -> tuple[Any, str, int | None]:
     name = re.split(r"[/\\]", upload.filename or _DEFAULT_NAME)[-1]
     name = "".join(char if char.isprintable() else "_" for char in name)
     name = name[-255:].strip() or _DEFAULT_NAME
-    fields = {field: f"expires_after[{field}]" for field in ExpiresAfter.model_fields}
-    expires_after = {field: form[form_field] for field, form_field in fields.items() if form_field in form}
+    form_fields = {field: f"expires_after[{field}]" for field in ExpiresAfter.model_fields}
+    expires_after = {field: form[form_field] for field, form_field in form_fields.items() if form_field in form}
     if not expires_after:
         return upload, name, None
     try:
         return upload, name, ExpiresAfter.model_validate(expires_after).seconds
     except ValidationError as error:
-        first = error.errors()[0]
-        param = f"expires_after[{first['loc'][0]}]"
-        raise ApiError(400, f"{param}: {first['msg']}", code="invalid_value", param=param) from None
+        first_error = error.errors()[0]
+        param = f"expires_after[{first_error['loc'][0]}]"
+        raise ApiError(400, f"{param}: {first_error['msg']}", code="invalid_value", param=param) from None
 
 
 def require_form(content_type: str) -> None:
@@ -136,8 +136,8 @@ def require_form(content_type: str) -> None:
 
     Other bodies would be read into memory as a whole, and some of Python's encodings take minutes to decode.
     """
-    kind, options = parse_options_header(content_type)
-    if kind != b"multipart/form-data":
+    media_type, options = parse_options_header(content_type)
+    if media_type != b"multipart/form-data":
         raise _missing_file()
     charset = options.get(b"charset", b"utf-8").decode("latin-1")
     if charset.lower() not in ("utf-8", "utf8", "us-ascii", "ascii"):
@@ -155,7 +155,7 @@ def declared_bytes(headers: Mapping[str, str], max_bytes: int) -> int:
 
 
 _MAX_IDEMPOTENCY_KEY_CHARS = 255
-_RETRY_S = 60.0
+_RETRY_AFTER_S = 60.0
 
 
 class BatchCreator:
@@ -163,12 +163,13 @@ class BatchCreator:
 
     def __init__(self, store: BatchStore, quota: Quota, limits: KeyQuota) -> None:
         self._store, self._quota, self._limits = store, quota, limits
-        self._locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # by key name
-        self._creation_locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        # By key name. Waiting for an asyncio lock occupies no thread.
+        self._thread_locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
+        self._asyncio_locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def create(self, body: NewBatch, key: KeyRecord, idempotency_key: str | None) -> Batch:
         """Create a batch in a thread. Batches of the same key are created one after the other."""
-        async with self._creation_locks[key.name]:
+        async with self._asyncio_locks[key.name]:
             return await in_thread(self.create_blocking, body, key, idempotency_key)
 
     def create_blocking(self, body: NewBatch, key: KeyRecord, idempotency_key: str | None) -> Batch:
@@ -179,23 +180,23 @@ class BatchCreator:
                 different request.
         """
         if idempotency_key is None:
-            with self._locks[key.name]:
+            with self._thread_locks[key.name]:
                 return self._store.add_batch(self._request(body, key))
         if not (idempotency_key.isprintable() and 0 < len(idempotency_key) <= _MAX_IDEMPOTENCY_KEY_CHARS):
             message = f"Idempotency-Key: must have 1 to {_MAX_IDEMPOTENCY_KEY_CHARS} printable characters"
             raise ApiError(400, message, code="invalid_value")
         name = hashlib.sha256(f"{key.name} {idempotency_key}".encode()).hexdigest()
         http_body = body.model_dump(mode="json")
-        with self._locks[key.name]:
-            first = self._store.load_idempotent(name)
-            if first is None:
+        with self._thread_locks[key.name]:
+            stored = self._store.load_idempotent(name)
+            if stored is None:
                 self._store.save_idempotent(name, self._request(body, key), http_body)
-                first = self._store.load_idempotent(name)
-            assert first is not None, "a request with this key was just stored"
-            if first["asked"] != http_body:
+                stored = self._store.load_idempotent(name)
+            assert stored is not None, "a request with this key was just stored"
+            if stored["asked"] != http_body:
                 message = "Idempotency-Key: already used for a different request; use a new key for each request"
                 raise ApiError(422, message, code="idempotency_key_reused")
-            request = BatchRequest.from_dict(first["order"])
+            request = BatchRequest.from_dict(stored["order"])
             return self._store.batch(request.id, request.key.name) or self._store.add_batch(request)
 
     def _request(self, body: NewBatch, key: KeyRecord) -> BatchRequest:
@@ -207,7 +208,7 @@ class BatchCreator:
         limit, batches = self._limits.for_key(key), self._store.batches(key.name)
         if sum(not batch.is_over for batch in batches) >= limit.max_unfinished_batches:
             message = f"this key may have {limit.max_unfinished_batches} unfinished batches"
-            raise ApiError(429, message, code="rate_limit_exceeded", retry_after_s=_RETRY_S)
+            raise ApiError(429, message, code="rate_limit_exceeded", retry_after_s=_RETRY_AFTER_S)
         if len(batches) >= limit.max_stored_files and not self._store.delete_oldest_record(batches):
             message = (
                 f"this key has {len(batches)} batches, but may have {limit.max_stored_files}: delete the files of the "

@@ -1,7 +1,7 @@
 """File downloads with limited memory.
 
 If the proxy acknowledges data (`serve/flow.py`), only a window of each download is in memory. Otherwise the whole
-response is, and large files must be fetched with `Range`.
+response is in memory, so large files must be fetched in parts with `Range`.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from pipelines.online.serve.flow import DownloadWindow
 WINDOW_BYTES = 1 << 21
 _PIECE_BYTES = 1 << 19
 _BODY_TIMEOUT_S = 10.0  # to receive the request's body, which is ignored
-_RETRY_S = 1.0
+_RETRY_AFTER_S = 1.0
 _RANGE = re.compile(r"bytes=(?:([0-9]{1,18})-([0-9]{0,18})|-([0-9]{1,18}))")
 
 
@@ -32,23 +32,23 @@ class TransferLimit:
 
     def __init__(self, *, max_bytes: int, max_bytes_per_key: int) -> None:
         self._max_bytes, self.max_per_key = max_bytes, min(max_bytes, max_bytes_per_key)
-        self._held: Counter[str] = Counter()
+        self._held_bytes: Counter[str] = Counter()
 
     @contextlib.contextmanager
     def hold(self, key: str, num_bytes: int) -> Iterator[None]:
         """Reserve bytes, or raise 429 or 503."""
-        if self._held[key] + num_bytes > self.max_per_key:
+        if self._held_bytes[key] + num_bytes > self.max_per_key:
             message = "this key has reached its limit of concurrent uploads and downloads"
-            raise ApiError(429, message, code="rate_limit_exceeded", retry_after_s=_RETRY_S)
-        if self._held.total() + num_bytes > self._max_bytes:
+            raise ApiError(429, message, code="rate_limit_exceeded", retry_after_s=_RETRY_AFTER_S)
+        if self._held_bytes.total() + num_bytes > self._max_bytes:
             raise overloaded("the endpoint has reached its limit of concurrent uploads and downloads; try again")
-        self._held[key] += num_bytes
+        self._held_bytes[key] += num_bytes
         try:
             yield
         finally:
-            self._held[key] -= num_bytes
-            if not self._held[key]:
-                del self._held[key]
+            self._held_bytes[key] -= num_bytes
+            if not self._held_bytes[key]:
+                del self._held_bytes[key]
 
 
 class Download(Response):
@@ -132,11 +132,11 @@ def span_of(header: str | None, num_bytes: int) -> range:
     (range(2, 4), range(7, 10), range(8, 10))
     """
     match = _RANGE.fullmatch(header.replace(" ", "")) if header else None
-    first, last, tail = match.groups() if match else ("0", "", None)
+    first, last, suffix_length = match.groups() if match else ("0", "", None)
     if last and int(last) < int(first):
         return range(num_bytes)  # invalid according to RFC 9110
-    if tail is not None:
-        span = range(max(0, num_bytes - int(tail)), num_bytes)
+    if suffix_length is not None:
+        span = range(max(0, num_bytes - int(suffix_length)), num_bytes)
     else:
         span = range(int(first), min(int(last) + 1, num_bytes) if last else num_bytes)
     if not span and match:

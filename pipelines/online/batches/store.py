@@ -1,4 +1,4 @@
-"""The folder of files and batches, on a disk or in an object store. Immutable records are read once.
+"""The folder of files and batches, on a disk or in an object store. Immutable records are cached.
 
 files/ID.json       a file's record
 files/ID.jsonl      its contents, unless a run directory has them
@@ -8,8 +8,8 @@ progress/ID.json    progress; rewritten by the scheduler only
 ends/ID.json        the final progress; written once, so that a stopped scheduler cannot overwrite it
 ordered/HASH.json   a request with an `Idempotency-Key`; written once, kept for a day
 runs/ID/            the run directory; data/, failed/, suspects/ and export/ contain prompts and answers
-clock.json          a recent time (`SteadyClock`)
-.lease/             the scheduling process (`peagle/runs/lease.py`)
+clock.json          the state of the `SteadyClock`
+.lease/             the lease of the scheduler (`peagle/runs/lease.py`)
 """
 
 import asyncio
@@ -55,9 +55,9 @@ from pipelines.online.batches.records import (
     created_at_of,
 )
 
-TRUST_AFTER_S = 24 * 3600.0
-_KEEP_S = 24 * 3600.0
-_PRESIGNED_S = 300
+TRUST_AFTER_S = 24 * 3600.0  # after a jump of the wall clock
+_KEEP_S = 24 * 3600.0  # lifetime of idempotency records, and of what crashed uploads leave
+_PRESIGNED_URL_LIFETIME_S = 300
 _FOLDERS = ("files", "orders", "cancels", "progress", "ends", "ordered", "runs")
 _EXPORT = "openai-batch"
 _OTHER_EXPORTS = ("parquet", "jsonl")  # written by a manual `peagle export`
@@ -79,11 +79,12 @@ def boot_id() -> str | None:
 class SteadyClock:
     """Unix time that ignores jumps of the wall clock. Thread-safe.
 
-    It advances with the machine's monotonic clock. If the wall clock jumps (NTP, an administrator, a resumed virtual
-    machine), the new time is trusted only after it has been steady for a day. So a wrong clock that is corrected
-    within a day does not make files expire early, and files that expire during a suspension are deleted a day late.
+    The clock advances with the machine's monotonic clock. If the wall clock jumps (NTP, an administrator, a resumed
+    virtual machine), the new time is trusted only after it has been steady for a day. So a wrong clock that is
+    corrected within a day does not make files expire early. Files that expire during a suspension are deleted a day
+    late.
 
-    A new process continues from the saved time. On the same boot, its `monotonic` is comparable with the saved one.
+    A new process continues from the saved time. On the same boot, the saved `monotonic` is comparable with its own.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class SteadyClock:
         self._wall, self._monotonic, self._boot = wall, monotonic, boot
         self._lock = threading.Lock()
         self._offset = wall() - monotonic()
-        self._doubted: tuple[float, float] | None = None  # a new offset, and since when it is steady
+        self._doubted: tuple[float, float] | None = None  # the offset after a jump, and the time of the jump
 
     def __call__(self) -> float:
         with self._lock:
@@ -139,7 +140,7 @@ class BatchStore:
     Attributes:
         now: the wall clock, for the times that are displayed.
         clock: decides when files and batches expire.
-        is_scheduling: whether only this process writes progress, so that its cached progress is current.
+        is_scheduling: whether only this process writes progress, so that cached progress is current.
     """
 
     def __init__(
@@ -158,7 +159,7 @@ class BatchStore:
         self._idempotent_until: dict[str, float] = {}
         self._requests: dict[str, BatchRequest] = {}
         self._progress: dict[str, BatchProgress] = {}
-        self._cancelled: dict[str, float] = {}
+        self._cancellation_times: dict[str, float] = {}
 
     def prepare(self) -> None:
         """Create the folders. Raises ConfigError if they are not writable or do not support exclusive creation."""
@@ -185,11 +186,11 @@ class BatchStore:
 
     def file(self, file_id: str, owner: str) -> StoredFile | None:
         file = self._file(file_id)
-        return file if file is not None and file.owner == owner and self._is_current(file) else None
+        return file if file is not None and file.owner == owner and self._is_unexpired(file) else None
 
     def files(self, owner: str) -> list[StoredFile]:
         """Return the files of a key, newest first."""
-        own_files = [file for file in self._all_files() if file.owner == owner and self._is_current(file)]
+        own_files = [file for file in self._all_files() if file.owner == owner and self._is_unexpired(file)]
         return sorted(own_files, key=lambda file: (file.created_at, file.id), reverse=True)
 
     def add_file(self, file: StoredFile) -> None:
@@ -206,7 +207,7 @@ class BatchStore:
 
     def presigned_url(self, file: StoredFile, disposition: str) -> str | None:
         """Return a download URL of the object store, or None if the file is on a disk."""
-        return presigned_url(self.contents_path(file), _PRESIGNED_S, disposition)
+        return presigned_url(self.contents_path(file), _PRESIGNED_URL_LIFETIME_S, disposition)
 
     @contextmanager
     def writer(self, file_id: str) -> Iterator[tuple[str, BinaryIO]]:
@@ -222,14 +223,14 @@ class BatchStore:
         self._files.pop(file.id, None)
 
     def _delete_orphaned_uploads(self, folder: StoragePath) -> None:
-        """Delete uploads without a record that a crash left more than a day ago."""
+        """Delete uploads that a crash left without a record more than a day ago."""
         records = {path.stem for path in folder.glob("*.json")}
         for path in folder.glob(f"{FILE_PREFIX}*.jsonl"):
             is_upload = _ID.fullmatch(path.stem) is not None and "-" not in path.stem.removeprefix(FILE_PREFIX)
             if is_upload and path.stem not in records and self.clock() - created_at_of(path.stem) > _KEEP_S:
                 remove(path)
 
-    def _is_current(self, file: StoredFile) -> bool:
+    def _is_unexpired(self, file: StoredFile) -> bool:
         return file.expires_at is None or file.expires_at > self.clock()
 
     def _all_files(self) -> Iterator[StoredFile]:
@@ -283,7 +284,7 @@ class BatchStore:
         return output_file_id, errors_file_id
 
     def remove_file(self, file: StoredFile) -> None:
-        """Delete a file, and before it all copies of its contents in run directories."""
+        """Delete all copies of a file's contents in run directories, then the file."""
         if file.batch_id is None:
             for batch in self.batches(file.owner):
                 if batch.request.input_file_id == file.id:
@@ -301,9 +302,12 @@ class BatchStore:
         self._delete(file)
 
     def sweep(self) -> None:
-        """Delete expired files and leftovers, and save the clock. A file stays while a batch reads it."""
+        """Delete expired files, old idempotency records and unfinished uploads. Save the clock.
+
+        An expired file stays while a batch reads it.
+        """
         for file in list(self._all_files()):
-            if not (self._is_current(file) or self.is_in_use(file)):
+            if not (self._is_unexpired(file) or self.is_in_use(file)):
                 self.remove_file(file)
         for path in list((self.root / "ordered").glob("*.json")):
             if path.name not in self._idempotent_until:
@@ -377,7 +381,7 @@ class BatchStore:
             write_once(self.root / "ends" / f"{batch_id}.json", json_bytes(progress.to_dict()))
         else:
             write_json(self.root / "progress" / f"{batch_id}.json", progress.to_dict())
-        self._progress[batch_id] = self._load("ends", batch_id) or progress
+        self._progress[batch_id] = self._load_progress("ends", batch_id) or progress
 
     def input_path(self, request: BatchRequest) -> StoragePath:
         """Return the path of the input, which stays until the batch has ended."""
@@ -400,8 +404,9 @@ class BatchStore:
     def _batch(self, request: BatchRequest) -> Batch:
         progress = self._progress.get(request.id)
         if progress is None or not (self.is_scheduling or progress.status in FINAL):
-            stored = self._load("ends", request.id) or self._load("progress", request.id) or BatchProgress()
-            if self.is_scheduling:  # progress saved since then is newer
+            final = self._load_progress("ends", request.id)
+            stored = final or self._load_progress("progress", request.id) or BatchProgress()
+            if self.is_scheduling:  # `save` may have cached newer progress meanwhile
                 progress = self._progress.setdefault(request.id, stored)
             else:
                 progress = self._progress[request.id] = stored
@@ -409,12 +414,14 @@ class BatchStore:
         cancelling_at = self._cancelling_at(request.id) if may_be_cancelled else None
         return Batch(request=request, progress=progress, cancelling_at=cancelling_at)
 
-    def _load(self, folder: str, batch_id: str) -> BatchProgress | None:
+    def _load_progress(self, folder: str, batch_id: str) -> BatchProgress | None:
         values = read_json(self.root / folder / f"{batch_id}.json")
         return None if values is None else BatchProgress.from_dict(values)
 
     def _cancelling_at(self, batch_id: str) -> float | None:
-        return self._read_once(self._cancelled, "cancels", batch_id, lambda values: float(values["cancelling_at"]))
+        return self._read_once(
+            self._cancellation_times, "cancels", batch_id, lambda values: float(values["cancelling_at"])
+        )
 
 
 def output_id(batch: Batch, kind: str) -> str:

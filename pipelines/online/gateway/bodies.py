@@ -23,25 +23,25 @@ from pipelines.online.wire import header
 
 # The closing quote is optional. Otherwise, after an unterminated string, the search would restart at each later quote
 # and take quadratic time.
-_STRING = rb'"(?:[^"\\]++|\\.)*+"?+'
-_STRINGS = re.compile(_STRING, re.DOTALL)
-_PIECE = re.compile(rb'(?:[^"]*+' + _STRING + rb"){1,10000}+", re.DOTALL)  # a match takes a few milliseconds
+_STRING_PATTERN = rb'"(?:[^"\\]++|\\.)*+"?+'
+_STRING = re.compile(_STRING_PATTERN, re.DOTALL)
+_PIECE = re.compile(rb'(?:[^"]*+' + _STRING_PATTERN + rb"){1,10000}+", re.DOTALL)  # a match takes a few milliseconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BodyLimits:
-    """The maximum number of containers (objects and lists), of their members, and of values in a body."""
+    """The maximum number of containers (objects and lists), of members of objects, and of values in a body."""
 
     num_containers: int
     num_members: int
     num_values: int
 
     def check(self, body: bytes) -> None:
-        if not self._excess(_counts(body)):
+        if not self._excess(_counts(body)):  # these counts are upper bounds
             return
         counts = [0, 0, 0]
         for piece in _outside_strings(body):
-            counts = [sum(pair) for pair in zip(counts, _counts(piece), strict=True)]
+            counts = [total + added for total, added in zip(counts, _counts(piece), strict=True)]
             if excess := self._excess(counts):
                 raise ApiError(400, f"the body has more than {excess}", code="too_many_values")
 
@@ -64,7 +64,7 @@ def _counts(text: bytes) -> tuple[int, int, int]:
 def _outside_strings(body: bytes) -> Iterator[bytes]:
     position = 0
     while match := _PIECE.match(body, position):
-        yield _STRINGS.sub(b"", match[0])
+        yield _STRING.sub(b"", match[0])
         position = match.end()
     yield body[position:]
 
@@ -158,8 +158,8 @@ def require_plain(scope: Scope) -> None:
 class Upload:
     """The `receive` of a request with a large body. `is_whole` is set when the whole body was read.
 
-    Reports to the proxy, through `send`, how much was read, so that it sends more (`serve/flow.py`). Each piece and the
-    whole body have a timeout.
+    Reports to the proxy, through `send`, how much was read, so that the proxy sends more (`serve/flow.py`). Each piece
+    and the whole body have a timeout.
     """
 
     def __init__(self, receive: Receive, send: Send, max_bytes: int, piece_timeout_s: float, timeout_s: float) -> None:

@@ -19,7 +19,7 @@ from pipelines.online.errors import ApiError, overloaded
 CRASH_SETTLE_S = 0.5  # the requests of a crashed engine fail within this time; afterwards its replica is gone
 _SAME_STEP_S = 0.05  # requests this close together might have entered the engine in the same step
 _PROBATION_S = 2.0  # a retried request that ran this long, or has output, is no longer a suspect
-_MAX_CRASHES, _WINDOW_S = 2, 300.0  # per key
+_MAX_CRASHES, _WINDOW_S = 2, 300.0  # a key with so many crashes in this time is limited
 _log = logging.getLogger("ray.serve")
 
 
@@ -63,7 +63,7 @@ class EngineCrashes:
         self._monotonic = monotonic
         self._latest: dict[str, _Crash] = {}  # by model
         self._retry_locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by model
-        self._crash_times: dict[str, list[float]] = {}  # account -> times of its crashes, oldest first
+        self._crash_times: dict[str, list[float]] = {}  # by account, oldest first
 
     def start(self, *, request_id: str, key: str, account: str, model: str) -> Attempt:
         """Record that a request is sent to an engine."""
@@ -128,8 +128,8 @@ class EngineCrashes:
 
     def _attribute(self, suspect: Attempt) -> None:
         self._crash_times[suspect.account] = [*self._recent(suspect.account), self._monotonic()]
-        text = "an engine of %s crashed; the most likely cause is request %s of key %s"
-        _log.error(text, suspect.model, suspect.request_id, suspect.key)
+        log_format = "an engine of %s crashed; the most likely cause is request %s of key %s"
+        _log.error(log_format, suspect.model, suspect.request_id, suspect.key)
         self._on_crash(suspect)
 
     def _recent(self, account: str) -> list[float]:

@@ -18,7 +18,7 @@ from pipelines.online.config import ServedModelOptions
 from pipelines.online.gateway.admission import COMPLETION_TOKENS
 from pipelines.online.wire import BorrowedRequest, to_text
 
-_IGNORED_FIELDS = {"stream", "stream_options", "request_id", "cache_salt"}  # only for streaming, Ray or a cache
+_IGNORED_FIELDS = {"stream", "stream_options", "request_id", "cache_salt"}  # only for streams, Ray or the cache
 
 
 class FakeServeEngine:
@@ -68,24 +68,25 @@ class FakeServeEngine:
     async def row(self, row: BorrowedRequest) -> Generation:
         return await self._running_engine().generate(row.context.request_id, row.prompt_token_ids, row.sampling)
 
-    async def _answer(self, url: str, request: Any, response: type[Any]) -> AsyncGenerator[Any, None]:
+    async def _answer(self, url: str, request: Any, response_type: type[Any]) -> AsyncGenerator[Any, None]:
         values = request.model_dump(mode="json", exclude_unset=True, warnings=False)
-        prompt = self._prompt(url, {key: value for key, value in values.items() if key not in _IGNORED_FIELDS})
-        if isinstance(prompt, str):
-            yield _refusal(prompt)
+        parsed = self._parse(url, {key: value for key, value in values.items() if key not in _IGNORED_FIELDS})
+        if isinstance(parsed, str):
+            yield _refusal(parsed)
             return
+        token_ids, sampling = parsed
         try:
             if values.get("stream"):
                 self._running_engine().check_alive()  # like vLLM, check only before a stream starts
                 try:
-                    async for text in self._events(url, request.request_id, *prompt):
+                    async for text in self._events(url, request.request_id, token_ids, sampling):
                         yield text
                 except EngineError:  # vLLM reports a crash as an event, too
                     yield to_text(openai.error_body(str(_dead_engine_error()), kind="InternalServerError", code=500))
                 yield "data: [DONE]\n\n"
             else:
-                generation = await self._running_engine().generate(request.request_id, *prompt)
-                yield response.model_validate(self._body(url, request.request_id, generation))
+                generation = await self._running_engine().generate(request.request_id, token_ids, sampling)
+                yield response_type.model_validate(self._body(url, request.request_id, generation))
         except RequestRefused as error:
             yield _refusal(str(error))
         except EngineError as error:
@@ -95,7 +96,7 @@ class FakeServeEngine:
         assert self._engine is not None, "Ray calls `start` first"
         return self._engine
 
-    def _prompt(self, url: str, values: Mapping[str, Any]) -> tuple[list[int], dict[str, Any]] | str:
+    def _parse(self, url: str, values: Mapping[str, Any]) -> tuple[list[int], dict[str, Any]] | str:
         """Return token ids and sampling parameters, or an error message."""
         body = openai.parse_body(url, values)
         if isinstance(body, str):
@@ -124,16 +125,17 @@ class FakeServeEngine:
         self, url: str, request_id: str, token_ids: list[int], sampling: dict[str, Any]
     ) -> AsyncGenerator[str, None]:
         """Yield the event of each token with its choice's usage so far, and finally the usage of the request."""
-        sent, num_sent = [""] * sampling.get("n", 1), [0] * sampling.get("n", 1)
+        sent_texts, num_sent_tokens = [""] * sampling.get("n", 1), [0] * sampling.get("n", 1)
         async for completions, generation in self._running_engine().stream(request_id, token_ids, sampling):
             for index, completion in enumerate(completions):
-                added, offset, num_before = completion.text.removeprefix(sent[index]), len(sent[index]), num_sent[index]
-                sent[index], num_sent[index] = completion.text, completion.num_output_tokens
-                if added or generation:
+                offset, num_before = len(sent_texts[index]), num_sent_tokens[index]
+                new_text = completion.text.removeprefix(sent_texts[index])
+                sent_texts[index], num_sent_tokens[index] = completion.text, completion.num_output_tokens
+                if new_text or generation:
                     logprobs = completion_row(completion)["logprobs"]
                     choice = openai.chunk_choice(
                         index,
-                        added,
+                        new_text,
                         completion.finish_reason if generation else None,
                         is_chat=url == CHAT_URL,
                         logprobs=logprobs and logprobs[num_before:],

@@ -37,17 +37,17 @@ class IdleSlots:
 
     def __init__(self, slots: int, target: float) -> None:
         self._slots = slots
-        self._max_with_rows = max(1, min(math.ceil(target) - 1, slots - 1))
+        self._max_used_with_rows = max(1, min(math.ceil(target) - 1, slots - 1))
         self._num_interactive = 0
         self._rows: list[_LentRow] = []
 
     def has_room(self, num_slots: int) -> bool:
         """Return whether a row may start. A row with very many choices may only start in an idle engine."""
         num_used = self._num_interactive + self._num_lent
-        return not num_used or num_used + num_slots <= self._max_with_rows
+        return not num_used or num_used + num_slots <= self._max_used_with_rows
 
     async def track_interactive(self, answer: AsyncGenerator[T, None], num_slots: int) -> AsyncGenerator[T, None]:
-        """Count an interactive request until its answer ends, and return rows if it needs their slots."""
+        """Count an interactive request until its answer ends, and return rows if the request needs their slots."""
         self._num_interactive += num_slots
         self._recall()
         try:
@@ -94,7 +94,7 @@ async def lend(
 ) -> AsyncGenerator[BorrowedReply, None]:
     """Run a row in an idle slot. A row with more choices than `max_slots`, the engine's slots, uses all of them.
 
-    First yields whether the engine has a slot, then each minute that the row is still running, and finally the result.
+    Yields first whether the engine has a slot, then once a minute that the row is still running, finally the result.
     Every attempt is recorded and billed, even if the row was returned, but not if the engine crashed (EngineError).
     """
     num_slots = min(int(row.sampling.get("n") or 1), max_slots)
@@ -104,7 +104,7 @@ async def lend(
     request = account.begin(replace(row.context, num_choices=num_slots), is_row=True)
     request.sequences.listen()
     outcome: Outcome = "cut"
-    answer, is_dead = BorrowedReply(state="returned"), False
+    final_reply, is_engine_dead = BorrowedReply(state="returned"), False
     work = asyncio.create_task(generate(row))
     with slots.lending(work, num_slots):
         try:
@@ -117,14 +117,15 @@ async def lend(
                 tally.num_cached_tokens = generation.num_cached_tokens or 0
                 tally.num_output_tokens = generation.num_output_tokens
                 tally.speculation = generation.speculation or tally.speculation
-                outcome, answer = "ok", BorrowedReply(state="done", generation=generation)
+                outcome, final_reply = "ok", BorrowedReply(state="done", generation=generation)
         except RequestRefused as error:
-            outcome, answer = "failed", BorrowedReply(state="refused", reason=error.reason, message=str(error))
+            outcome = "failed"
+            final_reply = BorrowedReply(state="refused", reason=error.reason, message=str(error))
         except EngineError:
-            is_dead = True
+            is_engine_dead = True
             raise
         finally:
-            if not is_dead:
+            if not is_engine_dead:
                 request.write(outcome)
     await request.wait_until_on_disk()
-    yield replace(answer, engine_s=request.finish(outcome).usage.busy_s)
+    yield replace(final_reply, engine_s=request.finish(outcome).usage.busy_s)

@@ -26,8 +26,8 @@ T = TypeVar("T")
 class Pace:
     """The rate at which each of several streams sends pieces.
 
-    At least `interval_s` pass between two pieces of a stream, unless it is 0, and more if all streams together would
-    exceed `pieces_per_s`.
+    Two pieces of a stream are at least `interval_s` apart, and more if all streams together would exceed
+    `pieces_per_s`. An interval of 0 disables both limits.
     """
 
     def __init__(self, interval_s: float, pieces_per_s: float = math.inf) -> None:
@@ -75,7 +75,7 @@ async def coalesce(source: AsyncGenerator[T, None], pace: Pace) -> AsyncGenerato
         with pace.stream():  # answers without output do not count yet
             while True:
                 await has_changed.wait()
-                if (wait_s := next_at - clock()) > 0:
+                if (wait_s := next_at - clock()) > 0:  # wait, but not longer than the source runs
                     await asyncio.wait([reader], timeout=wait_s)
                 has_changed.clear()
                 if arrived:
@@ -113,7 +113,7 @@ async def convert_errors(
     try:
         async with contextlib.aclosing(answers):
             async for answer in answers:
-                if _is_text(answer):
+                if _is_list_of_texts(answer):
                     if any(map(_has_server_error, answer)):
                         await check_health()
                         raise _failure_error(constraint)
@@ -150,11 +150,11 @@ async def relay(
     """
     request = begin()
     request.sequences.listen()
-    outcome: Outcome | None = "cut"  # the client disconnected
+    outcome: Outcome | None = "cut"  # unless changed below: the client disconnected
     try:
         async with contextlib.aclosing(answers):
             async for answer in answers:
-                if _is_text(answer):
+                if _is_list_of_texts(answer):
                     yield _forward_events(answer, request, shown_usage)
                 elif getattr(answer, "usage", None) is not None:
                     yield _with_summary(answer, request)
@@ -173,7 +173,7 @@ async def relay(
     finally:
         if outcome:
             request.write(outcome)
-            await request.wait_until_on_disk()  # the answer ends after its record is safe
+            await request.wait_until_on_disk()  # end the answer only when its record is on disk
 
 
 def _end_without_answer(request: RequestAccount) -> StreamEnd:
@@ -185,8 +185,8 @@ async def in_pieces(answers: AsyncGenerator[Any, None], pace: Pace) -> AsyncGene
     """Join the texts that arrive within one interval of `pace`. The first text is sent immediately."""
     async with contextlib.aclosing(coalesce(answers, pace)) as pieces:
         async for piece in pieces:
-            for is_of_stream, group in itertools.groupby(piece, key=_is_of_stream):
-                if not is_of_stream:
+            for is_streamed, group in itertools.groupby(piece, key=_is_streamed):
+                if not is_streamed:
                     for answer in group:
                         yield answer
                     continue
@@ -196,11 +196,11 @@ async def in_pieces(answers: AsyncGenerator[Any, None], pace: Pace) -> AsyncGene
                 yield [text] if reported is None else StreamEnd(text=text, reported=reported)
 
 
-def _is_of_stream(answer: Any) -> bool:
-    return isinstance(answer, StreamEnd) or _is_text(answer)
+def _is_streamed(answer: Any) -> bool:
+    return isinstance(answer, StreamEnd) or _is_list_of_texts(answer)
 
 
-def _is_text(answer: Any) -> bool:
+def _is_list_of_texts(answer: Any) -> bool:
     return isinstance(answer, list) and all(isinstance(text, str) for text in answer)
 
 

@@ -46,7 +46,7 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
         """Start the engine with a configuration for this node. `llm_config` was only used to place the replica."""
         restrict_new_files()
         state = Path(job.state)
-        self._slots = job.spec.max_num_seqs
+        self._max_num_seqs = job.spec.max_num_seqs
         detected = hardware.detect()
         self._idle_slots = IdleSlots(decode_slots(job.spec, detected), job.counts.target)
         self._is_fake = job.options.engine == "fake"
@@ -73,7 +73,7 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
         self._account.start_warnings = costly_warnings(log.read_text(errors="replace"))
         await self._check(job)
         self._account.ready(compile_seconds(log.read_text(errors="replace")))
-        self._watch = asyncio.create_task(self._end_with_engine())
+        self._watch = asyncio.create_task(self._exit_with_engine())
 
     async def _check(self, job: ReplicaJob) -> None:
         """Run the self-check, which compares the engine's answers with those of its target."""
@@ -84,7 +84,7 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
         self._account.heartbeat()
         require_passed(result)
 
-    async def _end_with_engine(self) -> None:
+    async def _exit_with_engine(self) -> None:
         """Exit when the engine is dead.
 
         Serve only replaces a replica after three failed health checks. Until then it would route requests to this one,
@@ -122,21 +122,21 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
     async def chat(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
         await self._require_live_engine()
         answers = await super().chat(request, raw_request_info)
-        return self._accounted(answers, raw_request_info, constraint=_constraint_of(request))
+        return self._with_account(answers, raw_request_info, constraint=_constraint_of(request))
 
     async def completions(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
         await self._require_live_engine()
         answers = await super().completions(request, raw_request_info)
         constraint, choices = _constraint_of(request), request.n or 1
-        return self._accounted(answers, raw_request_info, constraint=constraint, choices_per_prompt=choices)
+        return self._with_account(answers, raw_request_info, constraint=constraint, choices_per_prompt=choices)
 
-    def _accounted(
+    def _with_account(
         self, answers: Any, info: Any, *, constraint: str | None, choices_per_prompt: int | None = None
     ) -> AsyncGenerator[Any, None]:
         context = Context.of(info.headers if info is not None else {})
         if context is None:  # a request from another application of the cluster
             context = Context(request_id=uuid.uuid4().hex, key=LOCAL_NAME)
-        context = replace(context, num_choices=min(context.num_choices, self._slots))
+        context = replace(context, num_choices=min(context.num_choices, self._max_num_seqs))
 
         def begin() -> RequestAccount:
             REQUESTER.set(context.key)
@@ -148,7 +148,7 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
 
     async def lend(self, row: BorrowedRequest) -> AsyncGenerator[BorrowedReply, None]:
         """Run a row of a batch in an idle slot. Called by `EndpointLender`."""
-        async for reply in lend(self._idle_slots, self._account, row, self._generate, max_slots=self._slots):
+        async for reply in lend(self._idle_slots, self._account, row, self._generate, max_slots=self._max_num_seqs):
             yield reply
 
     async def _generate(self, row: BorrowedRequest) -> Generation:

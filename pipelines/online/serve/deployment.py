@@ -15,7 +15,7 @@ from pipelines.online.config import ServedModelOptions
 
 # A piece of a stream takes about two milliseconds of a core between the engine and the client (`relay.py`). At these
 # rates, all pieces take 4 % of an engine's cores on CPUs, and most of one core next to an accelerator.
-_PIECES_PER_CORE_S, _PIECES_PER_S = 20, 400
+_PIECES_PER_S_PER_VCPU, _PIECES_PER_S_ON_GPU = 20, 400
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ def request_counts(options: ServedModelOptions, spec: EngineSpec, hardware: Hard
 
 def pieces_per_s(placement: Placement) -> float:
     """Return the maximum number of stream pieces that an engine sends per second."""
-    return _PIECES_PER_CORE_S * placement.num_devices if placement.device == "vcpu" else _PIECES_PER_S
+    return _PIECES_PER_S_PER_VCPU * placement.num_devices if placement.device == "vcpu" else _PIECES_PER_S_ON_GPU
 
 
 def requests_in_flight(slots: int) -> int:
@@ -117,8 +117,8 @@ def make_llm_config(job: ReplicaJob, spec: EngineSpec, hardware: Hardware) -> An
             "enable_prompt_tokens_details": True,
             # Otherwise an engine's first constrained request would choose the backend for all others.
             "structured_outputs_config": {"backend": "xgrammar"},
-            # Use the same sampling defaults as batches, not those of the model's generation_config.json;
-            # its EOS tokens apply in both cases.
+            # Use the same sampling defaults as batches, not those of the model's generation_config.json.
+            # The EOS tokens of that file apply in both cases.
             "generation_config": "vllm",
         },
         placement_group_config=None if on_gpu else {"bundles": [{"CPU": placement.num_cpus}]},
@@ -142,7 +142,7 @@ def deployment_config(job: ReplicaJob, *, on_gpu: bool) -> dict[str, Any]:
             "downscale_delay_s": options.downscale_delay_s,
         },
         "health_check_period_s": 5.0,
-        "health_check_timeout_s": 30.0,  # on a CPU, a step with long prompts may delay the reply for seconds
+        "health_check_timeout_s": 30.0,  # on a CPU, a step with long prompts can delay the reply for seconds
         "graceful_shutdown_wait_loop_s": 1.0,
         "graceful_shutdown_timeout_s": options.drain_s,
         # Ray adds this to the engine's first bundle.

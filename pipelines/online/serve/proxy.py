@@ -61,8 +61,8 @@ _OBEYED_HEADERS = frozenset(
 _LOGGED_HEADERS = frozenset({b"x-request-id", b"x-session-id"})
 _MAX_METHOD_CHARS, _MAX_PATH_CHARS, _MAX_LOGGED_CHARS = 16, 2048, 128  # characters that reach Serve's logs
 _NOT_FOUND = 404
-# The proxy's text if no application has the path; the status alone may come from another application.
-_NO_ROUTE = b" not found. Ping http://.../-/routes for available routes."
+# End of the proxy's answer if no application has the path; another application may also answer 404.
+_NO_ROUTE_TEXT = b" not found. Ping http://.../-/routes for available routes."
 _POST_PATHS = (FILES_URL, *URLS, BATCHES_URL, "/cancel", INVOCATIONS_URL)
 _RESTARTING = "the endpoint is restarting; try again"
 _log = logging.getLogger("ray.serve")
@@ -121,7 +121,7 @@ class _Answer:
             await self._read_start(message)
             return
         if message["type"] == "http.response.body":
-            if self._held_start is not None and message.get("body", b"").endswith(_NO_ROUTE):
+            if self._held_start is not None and message.get("body", b"").endswith(_NO_ROUTE_TEXT):
                 await self.refuse(overloaded("the endpoint is starting or stopping; try again"))
                 return
             await self._begin()
@@ -156,7 +156,7 @@ class _Answer:
             await self._begin()
 
     async def _begin(self) -> None:
-        """Send the status and headers if they were delayed until the body was seen."""
+        """Send the status and headers if they were held until the body arrived."""
         if self._held_start is not None:
             start, self._held_start = self._held_start, None
             self._is_started = True
@@ -172,7 +172,7 @@ def _refusal(scope: Scope) -> ApiError | None:
 
 
 def _credentials_digest(scope: Scope) -> str:
-    """Return a digest of the request's credentials, empty without any."""
+    """Return a digest of the request's credentials, or an empty string."""
     value = header(scope, "authorization")
     return hashlib.blake2b(value.encode(), digest_size=16).hexdigest() if value else ""
 
@@ -210,7 +210,7 @@ def _without_unsafe_headers(scope: Scope) -> Scope:
     removed = proxy_headers if _is_for_api(scope) else frozenset()
     headers = []
     for name, value in scope.get("headers", []):
-        normalized = name.replace(b"_", b"-")  # as the proxy reads it
+        normalized = name.replace(b"_", b"-")  # as the proxy does
         is_text = value.decode(errors="ignore").encode() == value
         is_loggable = is_text and len(value) <= _MAX_LOGGED_CHARS
         if normalized not in removed and (normalized not in proxy_headers or is_loggable):

@@ -12,7 +12,7 @@ from pipelines.online.errors import NOT_IMPLEMENTED
 
 _STARTING = ("STARTING", "UPDATING", "RECOVERING")
 _STOPPING = ("STOPPING", "PENDING_MIGRATION")
-_SERVE_KINDS = {"ServeController": "controller", "ProxyActor": "proxy"}
+_KIND_BY_ACTOR_CLASS = {"ServeController": "controller", "ProxyActor": "proxy"}
 _POLL_S = 2.0
 _MAX_RESTART_S = 60.0
 _CONSEQUENCES = {
@@ -44,7 +44,7 @@ def engine_client(engine: Any) -> Any:
 def replica_counts(deployments: Mapping[str, str]) -> dict[str, dict[str, int]]:
     """Return the replica counts of each model. Blocks.
 
-    `deployments` has the names of the models' deployments, in the application of the calling replica.
+    `deployments` has the name of each model's deployment in the application of the calling replica.
     """
     from ray import serve
 
@@ -59,12 +59,12 @@ def replica_counts(deployments: Mapping[str, str]) -> dict[str, dict[str, int]]:
 def serve_processes() -> dict[Hashable, str]:
     """Return the kind of each live process of Serve: "controller" or "proxy".
 
-    Ray's public names of actors have no process ids, and its state API needs a dashboard.
+    Ray's public list of actors has no process ids, and Ray's state API needs a dashboard.
     """
     from ray._private import state
 
     alive = [actor for actor in state.actors().values() if actor["State"] == "ALIVE"]
-    kinds = [(actor, _SERVE_KINDS.get(actor["ActorClassName"].rpartition(".")[2])) for actor in alive]
+    kinds = [(actor, _KIND_BY_ACTOR_CLASS.get(actor["ActorClassName"].rpartition(".")[2])) for actor in alive]
     return {(actor["ActorID"], actor["Pid"]): kind for actor, kind in kinds if kind is not None}
 
 
@@ -78,16 +78,16 @@ class ProcessWatch:
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._processes, self._report, self._monotonic = processes, report, monotonic
-        self._known = dict(processes())
+        self._last_processes = dict(processes())
         self._died_at: dict[str, float] = {}
         self._reported_kinds: set[str] = set()
 
     def check(self) -> None:
         """Report processes that ended or came back since the previous check."""
         now, processes = self._monotonic(), dict(self._processes())
-        ended = [self._known[process] for process in self._known.keys() - processes.keys()]
-        new = [processes[process] for process in processes.keys() - self._known.keys()]
-        self._known = processes
+        ended = [self._last_processes[process] for process in self._last_processes.keys() - processes.keys()]
+        new = [processes[process] for process in processes.keys() - self._last_processes.keys()]
+        self._last_processes = processes
         for kind in ended:
             self._died_at[kind] = now
             self._report(f"Serve's {kind} died: {_CONSEQUENCES[kind]}. No action is needed")
@@ -135,7 +135,7 @@ def to_error_response(error: Exception) -> Any | None:
     # A ValueError might be a bug in vLLM, so its traceback is logged.
     is_expected = isinstance(error, VLLMError)
     _log.warning("vLLM refused a request: %.500s", error, exc_info=None if is_expected else error)
-    return ErrorResponse.model_validate(_for_client(answer, error).model_dump())
+    return ErrorResponse.model_validate(_hide_exception_text(answer, error).model_dump())
 
 
 def hide_python_errors(engine: Any) -> None:
@@ -148,12 +148,12 @@ def hide_python_errors(engine: Any) -> None:
 def _with_client_text(create: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(create)
     def create_for_client(message: Any, *arguments: Any, **options: Any) -> Any:
-        return _for_client(create(message, *arguments, **options), message)
+        return _hide_exception_text(create(message, *arguments, **options), message)
 
     return create_for_client
 
 
-def _for_client(answer: Any, error: Any) -> Any:
+def _hide_exception_text(answer: Any, error: Any) -> Any:
     """Return an error response without the text of an exception that is not meant for clients."""
     if isinstance(error, Exception) and (text := client_text(error)) != str(error):
         _log.warning("vLLM failed on a request", exc_info=error)

@@ -12,8 +12,8 @@ from typing import Any
 from ray.serve.request_router import LocalityMixin, PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 _BLOCK_CHARS = 128
-_MAX_CHARS = 64 * 1024  # per prompt; the rest is ignored
-_MIN_SHARE = 0.1  # of a prompt's blocks that an engine must have cached to be preferred
+_MAX_CHARS = 64 * 1024  # per prompt; later text is ignored
+_MIN_SHARE = 0.1  # share of a prompt's blocks that a preferred engine must have cached
 
 
 class PrefixRouter(LocalityMixin, RequestRouter):  # type: ignore[misc]  # Ray's classes are untyped
@@ -42,11 +42,11 @@ class PrefixRouter(LocalityMixin, RequestRouter):  # type: ignore[misc]  # Ray's
         if not candidates:
             return []
         any_two = random.sample(candidates, min(2, len(candidates)))
-        cached = self._with_prefix(candidates, _blocks_of(pending_request))
-        return [cached, any_two] if cached else [any_two]
+        with_prefix = self._with_prefix(candidates, _blocks_of(pending_request))
+        return [with_prefix, any_two] if with_prefix else [any_two]
 
     def _with_prefix(self, candidates: list[RunningReplica], blocks: list[int]) -> list[RunningReplica]:
-        """Return the engines with the longest cached prefix of these blocks, except busy ones; none if it is short."""
+        """Return the engines with the longest cached prefix of `blocks`, except busy ones; none if it is too short."""
         matched = [self._num_cached(replica.replica_id, blocks) for replica in candidates]
         longest = max(matched)
         if not blocks or longest < _MIN_SHARE * len(blocks):
@@ -61,25 +61,25 @@ class PrefixRouter(LocalityMixin, RequestRouter):  # type: ignore[misc]  # Ray's
         ]
 
     def _num_cached(self, replica_id: ReplicaID, blocks: list[int]) -> int:
-        seen: Mapping[int, None] = self._cached_blocks.get(replica_id, {})
-        return next((number for number, block in enumerate(blocks) if block not in seen), len(blocks))
+        cached_blocks: Mapping[int, None] = self._cached_blocks.get(replica_id, {})
+        return next((number for number, block in enumerate(blocks) if block not in cached_blocks), len(blocks))
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         """Remember that this engine has cached the prompt."""
         if replica_id not in self.curr_replicas:
             return
-        seen = self._cached_blocks.setdefault(replica_id, OrderedDict())
+        cached_blocks = self._cached_blocks.setdefault(replica_id, OrderedDict())
         # In reverse, so that a prompt's last blocks are evicted first: they are useless without the earlier ones.
         for block in reversed(_blocks_of(pending_request)):
-            seen[block] = None
-            seen.move_to_end(block)
-        while len(seen) > self._max_blocks:
-            seen.popitem(last=False)
+            cached_blocks[block] = None
+            cached_blocks.move_to_end(block)
+        while len(cached_blocks) > self._max_blocks:
+            cached_blocks.popitem(last=False)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
         self._cached_blocks = {
-            replica: seen for replica, seen in self._cached_blocks.items() if replica in self.curr_replicas
+            replica: blocks for replica, blocks in self._cached_blocks.items() if replica in self.curr_replicas
         }
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:

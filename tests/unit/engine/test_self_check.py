@@ -92,7 +92,7 @@ def test_tolerance_depends_on_the_precision():
 def test_failed_check_has_a_hint(spec, options):
     with pytest.raises(EngineError, match=r"failed its self-check: token 0 of .* is ' a'") as refused:
         require_passed(check(Engine(8.0), spec))
-    assert refused.value.hint.endswith(f"; try {options} to find the kernel")
+    assert refused.value.hint.endswith(f"; try {options} to find out which kernel it is")
 
 
 def test_failed_check_is_found_in_a_ledger():

@@ -174,7 +174,7 @@ def test_only_crashes_and_timeouts_of_the_compiler_are_verdicts(monkeypatch, sig
         os.kill(os.getpid(), getattr(signal, signal_name))
 
     monkeypatch.setattr(trial_process, "_compile", die)
-    trial = trial_process._try(None, None, {}, {"cpu_s": 5.0, "memory_bytes": 2**30})
+    trial = trial_process._compile_in_child(None, None, {}, {"cpu_s": 5.0, "memory_bytes": 2**30})
     assert trial["outcome"] == outcome
 
 

@@ -58,7 +58,7 @@ def test_requests_and_runs_share_a_tag_budget(ledger, make_run_budget, clock):
     assert budget.reached(1.5, 0.5) is None
     assert budget.reached(1.5, 1.0) == (
         "the budget of $10 a month for team=search is reached: $1.00 left, and shutting the run down may cost $1.00; "
-        "it resets on 2026-12-01"
+        "the budget resets on 2026-12-01"
     )
 
 

@@ -154,7 +154,7 @@ def test_repeated_crashes_end_the_run(make_supervised_run):
     supervisor.observe()
     error = supervisor.error()
     assert isinstance(error, EngineError)
-    assert "engines crashed 5 times in a row without finishing a single row" in error.message
+    assert "engines crashed 5 times without finishing a row" in error.message
 
 
 def test_crashes_count_across_hosts(make_supervised_run):
