@@ -5,8 +5,8 @@ in batches, with prefix-cache hits, and with rejected drafts after the last acce
 come from the states that Transformers computes for the finished text (as in feature extraction, before rounding to
 bf16), the head that `load_head` loads, and the forward passes of training and of the offline estimate.
 
-In an engine with K=10, the real `propose` drafts each context for every K from 1 to 10. Engines with a smaller K check
-that they draft the same tokens, also for chunked prompts. At the end of a chunk, vLLM 0.29 gives its head the prompt's
+In an engine with K=10, the real `propose` drafts each context for every K from 1 to 10. Engines with a smaller K
+must draft the same tokens, also for chunked prompts. At the end of a chunk, vLLM 0.29 gives its head the prompt's
 last token instead of the token after the chunk (`prepare_next_token_ids_padded`), and keeps that position in the KV
 cache. Training has no such position, so the comparison imitates vLLM in this one respect.
 """
@@ -92,7 +92,7 @@ def recorded(embedded_target, heads, prompts, tmp_path_factory):
 
     All engines of the default suite run in one process, and all engines of the soak tests in another.
     """
-    here, folder = hardware.detect(), tmp_path_factory.mktemp("recorded")
+    detected, folder = hardware.detect(), tmp_path_factory.mktemp("recorded")
 
     def spec_of(head, k):
         return EngineSpec(
@@ -107,7 +107,7 @@ def recorded(embedded_target, heads, prompts, tmp_path_factory):
         )
 
     def job(head, k, num_prompts):
-        engine = engine_args(spec_of(head, k), here)
+        engine = engine_args(spec_of(head, k), detected)
         return {
             "engine": engine,
             "prompts": _select(prompts, num_prompts),
@@ -116,12 +116,13 @@ def recorded(embedded_target, heads, prompts, tmp_path_factory):
         }
 
     default_keys = [(head, MAX_K, number) for head, number in NUM_PROMPTS.items()]
-    soak_keys = [(head, MAX_K, number) for head, number in NUM_PROMPTS_SOAK.items()] + [(*own, 3) for own in SMALLER_K]
+    soak_keys = [(head, MAX_K, number) for head, number in NUM_PROMPTS_SOAK.items()]
+    soak_keys += [(*key, 3) for key in SMALLER_K]
 
     @functools.cache
     def run(is_default):
         jobs = {key: job(*key) for key in (default_keys if is_default else soak_keys)}
-        answers = run_jobs(list(jobs.values()), environment(spec_of("peagle", MAX_K), here), folder)
+        answers = run_jobs(list(jobs.values()), environment(spec_of("peagle", MAX_K), detected), folder)
         return dict(zip(jobs, answers, strict=True))
 
     return lambda *key: run(key in default_keys)[key]

@@ -29,16 +29,16 @@ pytestmark = pytest.mark.timeout(2 * START_S)
 
 @pytest.fixture(autouse=True)
 def shared_tmp(tmp_path, monkeypatch):
-    """Clear the umask, check_requests a home without a token, and yield a temporary folder that is world-writable."""
+    """Clear the umask, use a home without a token, and yield a temporary folder that is world-writable."""
     shared = Path("/tmp") / f"shared-{os.getpid()}"  # short, because paths of Ray's sockets have a maximum length
     shared.mkdir()
     shared.chmod(0o1777)
     monkeypatch.setenv("TMPDIR", str(shared))
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / "home").mkdir()
-    before = os.umask(0)
+    previous_umask = os.umask(0)
     yield shared
-    os.umask(before)
+    os.umask(previous_umask)
     subprocess.run(["rm", "-rf", shared], check=True)
 
 
@@ -112,22 +112,22 @@ def test_endpoint_is_private_and_uses_https(shared_tmp, certificate, tmp_path):
     check_shared_folders_are_private(shared_tmp)
 
 
-def check_requests(url, key, trusted):
-    """Send a request, a stream and a batch. `trusted` is an SSL context that trusts the certificate."""
+def check_requests(url, key, ssl_context):
+    """Send a request, a stream and a batch. `ssl_context` trusts the certificate."""
     body = {"model": MODEL, "messages": [{"role": "user", "content": "secret"}], "max_tokens": 4}
     with pytest.raises(httpx.ConnectError, match="certificate verify failed"):
         httpx.get(f"{url}/health")  # the default trust store does not have the certificate
     with pytest.raises(httpx.RemoteProtocolError):
         httpx.get(f"{url.replace('https', 'http')}/health")
     with httpx.stream(
-        "POST", f"{url}/v1/chat/completions", json=body | {"stream": True}, verify=trusted, timeout=60,
+        "POST", f"{url}/v1/chat/completions", json=body | {"stream": True}, verify=ssl_context, timeout=60,
         headers={"authorization": f"Bearer {key}"},
     ) as answer:  # fmt: skip
         *events, last = (line for line in answer.iter_lines() if line)
     assert json.loads(events[0].removeprefix("data: "))["object"] == "chat.completion.chunk"
     assert last == "data: [DONE]"
     line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
-    http = httpx.Client(verify=trusted)
+    http = httpx.Client(verify=ssl_context)
     with openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=2, http_client=http) as client:
         assert client.chat.completions.create(**body).usage.completion_tokens == 4
         file = client.files.create(file=("input.jsonl", json.dumps(line).encode()), purpose="batch")

@@ -34,9 +34,10 @@ def environment():
 @pytest.fixture
 def cluster(environment, tmp_path):
     """A Ray node. Yields its address and the address of its dashboard."""
-    port, dashboard = free_port(), free_port()
+    port, dashboard_port = free_port(), free_port()
     command = [
-        BIN / "ray", "start", "--head", "--block", f"--port={port}", "--num-cpus=4", f"--dashboard-port={dashboard}",
+        BIN / "ray", "start", "--head", "--block", f"--port={port}", "--num-cpus=4",
+        f"--dashboard-port={dashboard_port}",
         "--min-worker-port=0", "--max-worker-port=0", f"--dashboard-agent-listen-port={free_port()}",
         "--object-store-memory=100000000", "--disable-usage-stats",
     ]  # fmt: skip
@@ -49,7 +50,7 @@ def cluster(environment, tmp_path):
             if node.poll() is not None or time.monotonic() > deadline:
                 raise TimeoutError(log.read_text(errors="replace")[-2000:])
             time.sleep(0.2)
-        yield f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}"
+        yield f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard_port}"
     finally:
         kill(*descendants(node.pid), node.pid)
         node.wait()

@@ -48,8 +48,8 @@ def test_metrics_reader_skips_a_partial_line(tmp_path):
     metrics = Metrics(tmp_path)
     for number in (1, 2):
         metrics.append(replace(STEP, step=number))
-    within_first_line = metrics.num_bytes // 2 - 5
-    assert [step.step for step in metrics.read(within_first_line)[0]] == [2]
+    offset_in_first_line = metrics.num_bytes // 2 - 5
+    assert [step.step for step in metrics.read(offset_in_first_line)[0]] == [2]
 
 
 SVG = "{http://www.w3.org/2000/svg}"

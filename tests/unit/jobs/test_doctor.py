@@ -60,7 +60,7 @@ def test_torchvision_with_cuda_torch_is_fine():
         (cpu(20, "avx2"), GOOD_VERSIONS, BOTH_LIBRARIES, "no AVX-512"),
     ],
 )
-def test_each_advice_is_found(hardware, versions, libraries, advice):
+def test_each_piece_of_advice_is_given(hardware, versions, libraries, advice):
     notes = doctor.find_advice(hardware, versions, libraries)
     assert len(notes) == 1
     assert advice in notes[0]

@@ -16,7 +16,7 @@ GOLDEN = Path(__file__).parents[2] / "golden" / "run"
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder with a run, an empty folder and the folder of a training."""
+    """A folder with a run, an empty folder and a training folder."""
     shutil.copytree(GOLDEN, tmp_path / "runs" / "july" / "first")
     (tmp_path / "runs" / "empty").mkdir()
     training = tmp_path / "runs" / "head"

@@ -17,17 +17,17 @@ def session(drafter="smollm2-135m-eagle3", k=3, model="smollm2-135m"):
 
 def test_baseline_of_cells_by_concurrency(cells):
     assert baseline_of_cells(cells, "peagle", 3, "here") is None, "no step times"
-    timed = [
+    cells_with_times = [
         cell.model_copy(update={"step_s": 0.01 * cell.concurrency * (2 if cell.has_drafter else 1), "spread": 0.04})
         for cell in cells
         if (cell.method, cell.concurrency) != ("none", 1)
     ]
-    baseline = baseline_of_cells(timed, "peagle", 3, "here")
+    baseline = baseline_of_cells(cells_with_times, "peagle", 3, "here")
     assert baseline is not None
     assert [step.concurrency for step in baseline.steps] == [4, 16]
     assert [step.break_even for step in baseline.steps] == [2.0, 2.0]
     assert [step.error for step in baseline.steps] == pytest.approx([0.04, 0.04])
-    assert baseline_of_cells(timed, "eagle3", 3, "here") is None
+    assert baseline_of_cells(cells_with_times, "eagle3", 3, "here") is None
 
 
 def test_baseline_of_a_table_equals_its_benchmark():

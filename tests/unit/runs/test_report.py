@@ -33,11 +33,11 @@ def test_report_counts_concurrent_engines(tmp_path, one_unit_plan, monkeypatch, 
     run.create({"price": price.to_dict(), "run": {"num_engines": num_planned}, "created_at": 1.0}, one_unit_plan)
     for number in range(num_sessions):
         run.write_session(engine_session(f"s{number}", engine_index=number, started_at=1.0, busy_s=8.0))
-    values = {}
-    monkeypatch.setattr(report, "report_dict", lambda _, information: values.update(information) or {"notes": []})
+    report_facts = {}
+    monkeypatch.setattr(report, "report_dict", lambda _, information: report_facts.update(information) or {"notes": []})
     monkeypatch.setattr(report, "render_html", lambda _: "")
     report.make_report(run)
-    assert values["num_engines"] == expected
+    assert report_facts["num_engines"] == expected
 
 
 def plan_of(num_units, num_retries=0):
@@ -157,12 +157,12 @@ def test_failures_are_counted_by_reason(run):
     assert len(counted_failures[1]["example"]) < 210
 
 
-@pytest.mark.parametrize("values", [[5.0], [0.0, 0.0], [1e-5, 2e-5, 3e-5], [1.0, 2.0, 1e9], list(range(1000))])
-def test_histogram_has_every_value(values):
-    bins = histogram(np.array(values))
-    assert sum(bins["counts"]) == len(values)
+@pytest.mark.parametrize("report_facts", [[5.0], [0.0, 0.0], [1e-5, 2e-5, 3e-5], [1.0, 2.0, 1e9], list(range(1000))])
+def test_histogram_has_every_value(report_facts):
+    bins = histogram(np.array(report_facts))
+    assert sum(bins["counts"]) == len(report_facts)
     assert len(bins["counts"]) <= 27
-    assert bins["first"] <= min(values)
+    assert bins["first"] <= min(report_facts)
 
 
 def test_last_bin_of_a_histogram_has_the_largest_values():
@@ -174,13 +174,13 @@ def test_last_bin_of_a_histogram_has_the_largest_values():
 
 def test_report_is_made_without_failures_if_dead_letters_are_missing(run):
     commit(run, [make_row(0)], letters=[{"reason": "invalid", "message": "no"}])
-    (letters,) = (run.root / "failed").iterdir()
-    letters.unlink()
+    (letters_file,) = (run.root / "failed").iterdir()
+    letters_file.unlink()
     result = make_report(run)
     assert result["account"]["num_failed_rows"] == 1
     assert result["failures"] is None
     assert result["rows"]["num_read"] == 1
-    assert f"The failures are not shown: {letters}" in result["notes"][-1]
+    assert f"The failures are not shown: {letters_file}" in result["notes"][-1]
 
 
 def test_report_has_row_sections_and_labels_the_fake_engine(run):

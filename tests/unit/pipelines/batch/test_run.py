@@ -114,10 +114,10 @@ def test_invalid_run_does_not_wait_for_accelerators(run_without_accelerators, tm
         restart(output=tmp_path / "another", retry_failed=True)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_early_signal_names_the_resume_command(resolved_run, monkeypatch, number):
+@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
+def test_early_signal_names_the_resume_command(resolved_run, monkeypatch, signal_number):
     config = resolved_run()[0].config
-    monkeypatch.setattr(decide_module, "make_plan", lambda *_, **__: signal.raise_signal(number))
+    monkeypatch.setattr(decide_module, "make_plan", lambda *_, **__: signal.raise_signal(signal_number))
     with pytest.raises(StoppedEarly, match="before an engine was running: stopped by a signal") as error:
         run_generate(config)
     assert error.value.hint == "the same command continues the run: peagle generate"

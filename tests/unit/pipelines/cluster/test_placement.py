@@ -39,7 +39,7 @@ def test_cpu_engines_leave_room_for_preparation(num_cpus, num_engines, num_nodes
     assert placement.num_engines_on_node * placement.num_cpus + PREPARE_CPUS <= num_cpus
 
 
-def test_more_engines_than_cores():
+def test_more_engines_than_cores_are_refused():
     with pytest.raises(CapacityError, match=r"3 engines need a CPU core each(.|\n)*--engines 2"):
         place(cpu_node(2), num_engines=3, accelerators_per_engine=1, num_nodes=1)
 
@@ -66,7 +66,7 @@ def test_node_is_shared_by_later_engines():
     assert (two_ranks.num_engines_on_node, two_ranks.num_devices) == (2, 2)
 
 
-def test_more_ranks_than_cores():
+def test_more_ranks_than_cores_are_refused():
     with pytest.raises(CapacityError, match=r"1 engines need 4 CPU cores each(.|\n)*fewer ranks"):
         place(cpu_node(2), num_engines=1, accelerators_per_engine=4, num_nodes=1)
 
@@ -95,7 +95,7 @@ def test_engines_are_divided_among_present_and_future_nodes(nodes, num_accelerat
     check_capacity(EngineSpec(model="org/model"), node, num_engines_on_node=placement.num_engines_on_node)
 
 
-def test_engine_too_large_for_any_node():
+def test_engine_too_large_for_any_node_is_refused():
     node = gpu_node(1)
     num_nodes = num_engine_nodes([HEAD, G7E], node, num_engines=1, accelerators_per_engine=8)
     placement = place(node, num_engines=1, accelerators_per_engine=8, num_nodes=num_nodes)
