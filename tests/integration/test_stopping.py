@@ -49,7 +49,7 @@ SOAK = pytest.mark.soak
 
 
 @pytest.mark.parametrize(
-    ("number", "signals_group"),
+    ("signal_number", "signals_group"),
     [
         (signal.SIGINT, True),
         pytest.param(signal.SIGINT, False, marks=SOAK),

@@ -21,9 +21,9 @@ def shared(tmp_path, monkeypatch):
     folder.chmod(0o1777)
     monkeypatch.setenv("TMPDIR", str(folder))
     monkeypatch.setattr(tempfile, "tempdir", None)
-    before = os.umask(0)
+    previous_umask = os.umask(0)
     yield folder
-    os.umask(before)
+    os.umask(previous_umask)
 
 
 def mode(path):
@@ -74,18 +74,18 @@ def test_folder_of_another_user_is_refused(shared):
 
 
 @pytest.mark.parametrize(
-    ("before", "file", "folder"), [(0o000, 0o660, 0o770), (0o022, 0o640, 0o750), (0o077, 0o600, 0o700)]
+    ("umask", "file_mode", "folder_mode"), [(0o000, 0o660, 0o770), (0o022, 0o640, 0o750), (0o077, 0o600, 0o700)]
 )
-def test_keep_private_respects_umask_for_group(shared, tmp_path, before, file, folder):
-    os.umask(before)
+def test_restricted_files_respect_the_umask_for_the_group(shared, tmp_path, umask, file_mode, folder_mode):
+    os.umask(umask)
     restrict_new_files()
     restrict_new_files()  # has no effect, because a command and its actor can run in the same process
     (tmp_path / "file").touch()
     (tmp_path / "folder").mkdir()
-    assert (mode(tmp_path / "file"), mode(tmp_path / "folder")) == (file, folder)
+    assert (mode(tmp_path / "file"), mode(tmp_path / "folder")) == (file_mode, folder_mode)
 
 
-def test_keep_private_applies_to_children(shared):
+def test_restriction_of_new_files_applies_to_children(shared):
     restrict_new_files()
     code = "import os, tempfile; print(tempfile.gettempdir(), oct(os.umask(0)))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

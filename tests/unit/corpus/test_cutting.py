@@ -15,9 +15,11 @@ def sizes_of(cut, num_rows):
     return sizes
 
 
-@pytest.mark.parametrize(("rows", "engines", "expected"), [(1, 8, 1), (48, 1, 3), (10_000, 2, 256), (10**9, 1, 256)])
-def test_auto_rows_per_unit(rows, engines, expected):
-    assert auto_rows_per_unit(rows, engines) == expected
+@pytest.mark.parametrize(
+    ("num_rows", "num_engines", "expected"), [(1, 8, 1), (48, 1, 3), (10_000, 2, 256), (10**9, 1, 256)]
+)
+def test_auto_rows_per_unit(num_rows, num_engines, expected):
+    assert auto_rows_per_unit(num_rows, num_engines) == expected
 
 
 @pytest.mark.parametrize(
@@ -46,7 +48,7 @@ def test_more_than_enough_rows_do_not_change_the_cut():
 
 def test_no_small_units_for_high_concurrency():
     assert auto_cut(10**6, 1, 4096) == Cut(rows_per_unit=256)
-    assert concurrent_units(Cut(rows_per_unit=256), 4096) == 49
+    assert concurrent_units(Cut(rows_per_unit=256), 4096) == 49  # 3 x 4096 / 256 + 1
 
 
 ESTIMATE = WorkEstimate(max_tokens=256)

@@ -59,7 +59,7 @@ def latin_1(texts):
 
 
 FAR_FUTURE = pa.array([0, 10**15, 1], pa.int64())  # the second value is 30 million years in seconds
-ONE_NANOSECOND = pa.array([1_000_000_000, 1], pa.int64()).cast(pa.time64("ns"))
+TIMES_WITH_NANOSECONDS = pa.array([1_000_000_000, 1], pa.int64()).cast(pa.time64("ns"))
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_duplicate_columns_are_refused(tmp_path, arrays, names, duplicate):
     ],
 )
 def test_nanosecond_times_are_refused_if_they_would_be_rounded(tmp_path, nested):
-    pq.write_table(pa.table({"n": [1, 2], "x": nested(ONE_NANOSECOND)}), tmp_path / "a.parquet")
+    pq.write_table(pa.table({"n": [1, 2], "x": nested(TIMES_WITH_NANOSECONDS)}), tmp_path / "a.parquet")
     with pytest.raises(InputError, match="column 'x' has times of day in nanoseconds"):
         scan(tmp_path)
     whole_microseconds = pa.array([1_000_000_000, 1000], pa.int64()).cast(pa.time64("ns"))

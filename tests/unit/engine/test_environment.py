@@ -25,7 +25,7 @@ GPU = devices.gpu()
 
 @pytest.fixture(autouse=True)
 def libraries(monkeypatch):
-    """Both libraries are installed."""
+    """Make tcmalloc and Intel's OpenMP appear installed; return their paths."""
     paths = {"libtcmalloc": Path("/lib/libtcmalloc_minimal.so.4"), "libiomp5": Path("/env/libiomp5.so")}
     # `peagle.engine.environment` as an attribute is the function of that name, not the module.
     module = importlib.import_module("peagle.engine.environment")

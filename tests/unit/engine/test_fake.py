@@ -43,7 +43,7 @@ def test_time_in_the_queue_counts_toward_latency():
         engine = FakeEngine(FakeTraits(token_s=token_s), max_num_seqs=2)
         return await asyncio.gather(*(engine.generate(str(n), [n], sampling) for n in range(5)))
 
-    # Five run_requests in two slots: the third request waits for one other, the fifth for two.
+    # Five requests in two slots: the third request waits for one other, the fifth for two.
     latencies = sorted(answer.latency_s for answer in asyncio.run(run_requests()))
     assert latencies[2] >= 2 * GREEDY["max_tokens"] * token_s
     assert latencies[4] >= 3 * GREEDY["max_tokens"] * token_s

@@ -125,7 +125,7 @@ def test_values_that_are_not_json_are_text():
     assert parse_arguments(["a=1.5", "b=one=two", "c=[1"]) == {"a": 1.5, "b": "one=two", "c": "[1"}
 
 
-def test_verify_auto_of_peagle_applies_on_cpus_only():
+def test_verify_auto_applies_to_p_eagle_only_on_cpus():
     options = TargetOptions(verify="auto")
     assert [apply_drafter_options(HEAD, options, hardware).verify for hardware in (CPU, GPU)] == ["auto", "all"]
 

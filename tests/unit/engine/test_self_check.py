@@ -55,7 +55,7 @@ def check(engine, spec=SPEC_WITH_DRAFTER, limit_s=LIMIT_S):
     return asyncio.run(self_check(engine, spec, CPU, limit_s=limit_s))
 
 
-def test_argmax_and_ties_pass(capsys):
+def test_likeliest_tokens_and_ties_pass(capsys):
     result = check(Engine(0.0, 0.25, 0.0))
     assert (result.outcome, result.num_tokens) == ("passed", NUM_TOKENS)
     assert (result.num_ties, result.largest_margin) == (1, 0.25)
@@ -142,7 +142,7 @@ def test_engine_without_logprobs_is_skipped():
         async def judge(self, token_ids, begin):
             raise RequestRefused("max_logprobs is 0")
 
-    assert check(WithoutLogprobs()).seen == "the engine caught the request: max_logprobs is 0"
+    assert check(WithoutLogprobs()).seen == "the engine refused the request: max_logprobs is 0"
 
 
 def test_check_has_a_time_limit():

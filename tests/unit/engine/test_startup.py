@@ -147,7 +147,7 @@ def test_ignored_interrupt_stays_ignored(default_handler):
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
-def test_block_in_another_thread_runs_unchanged(default_handler):
+def test_interruptible_has_no_effect_in_another_thread(default_handler):
     entered = []
 
     def start():

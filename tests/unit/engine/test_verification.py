@@ -8,7 +8,7 @@ from peagle.engine.verification import Calibration, DecodingStep, DraftBudget, L
 K = 7
 
 
-class Engine:
+class SimulatedEngine:
     """Accepts each draft with 95 % of the drafter's probability. A target step takes 23 ms plus time per token.
 
     Args:
@@ -36,7 +36,7 @@ class Engine:
 
 def simulate(num_requests, token_ms, k=None, num_steps=900):
     """Return tokens/s after 100 warm-up steps, and the budget. Without `k`, the budget chooses the drafts to verify."""
-    engine, budget = Engine(num_requests, token_ms), DraftBudget(K, is_depth_fixed=True)
+    engine, budget = SimulatedEngine(num_requests, token_ms), DraftBudget(K, is_depth_fixed=True)
     num_tokens, total_s = 0, 0.0
     for number in range(num_steps):
         probabilities = engine.draft()
@@ -47,7 +47,7 @@ def simulate(num_requests, token_ms, k=None, num_steps=900):
             num_verified = np.full(num_requests, k)
         num_accepted, target_s, drafter_s = engine.verify(probabilities, num_verified)
         budget.observe_drafts("greedy", odds, num_verified, num_accepted)
-        step = DecodingStep(num_requests, int(num_verified.sum()), 200 * num_requests, K)
+        step = DecodingStep(num_requests, int(num_verified.sum()), 200 * num_requests, K)  # contexts of 200 tokens
         budget.observe_step(step, target_s=target_s, drafter_s=drafter_s)
         if number >= 100:
             num_tokens += num_requests + num_accepted.sum()

@@ -152,5 +152,5 @@ def test_invalid_currency_or_rate(peagle, flags, reason):
 def test_nodes_usd_per_hour_is_overhead(peagle):
     arguments = ("cost", "runs/serve", "runs/nightly", "--format", "json", "--nodes-usd-per-hour", "0.5")
     rows = {row["run"]: row["usd"] for row in json.loads(peagle(*arguments))["rows"]}
-    assert rows["head and CPU nodes"]["overhead"] == rows["head and CPU nodes"]["total"] == 0.5 * (4 + 10)
+    assert rows["head and CPU nodes"]["overhead"] == rows["head and CPU nodes"]["total"] == 0.5 * (4 + 10)  # 4 h and 10 h
     assert "positive" in peagle(*arguments[:-1], "-1", code=2)

@@ -37,7 +37,7 @@ def test_profile_round_trip(file, profile):
         ("- a", "peagle_profile is missing"),
     ],
 )
-def test_file_that_is_no_profile_is_refused(text, message, tmp_path):
+def test_file_that_is_not_a_profile_is_refused(text, message, tmp_path):
     with pytest.raises(ConfigError, match="No such file"):
         read_profile(tmp_path / "x.yaml")
     (tmp_path / "x.yaml").write_text(text)

@@ -25,7 +25,7 @@ class EngineWithLentSlots:
     """An engine with lent slots. It answers a row once a test sets the row's result in `results`."""
 
     def __init__(self, account, slots=None):
-        self.slots, self._account = slots or IdleSlots(SLOTS, target=5.6), account
+        self.slots, self._account = slots or IdleSlots(SLOTS, target=5.6), account  # the target for eight slots
         self.results, self.replies, self._tasks = {}, {}, []
 
     async def _generate(self, request):
@@ -44,7 +44,7 @@ class EngineWithLentSlots:
 
         self._tasks.append(asyncio.create_task(listen()))
         await asyncio.sleep(0)
-        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # now the row's task is waiting
         return self._tasks[-1]
 
     def states(self, name):
@@ -102,7 +102,7 @@ async def test_row_with_many_choices_needs_an_idle_engine(engine_account):
 
 
 async def test_single_slot_is_returned_to_interactive_requests(engine_account):
-    engine = EngineWithLentSlots(engine_account, IdleSlots(1, target=0.38))
+    engine = EngineWithLentSlots(engine_account, IdleSlots(1, target=0.38))  # the target for one slot
     await engine.send_row("r")
     async with interactive_request(engine.slots):
         await engine.wait()

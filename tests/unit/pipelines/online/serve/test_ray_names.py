@@ -63,7 +63,7 @@ def raise_and_catch(error, cause=None):
 
 
 TEMPLATE_ERROR = jinja2.TemplateError("roles must alternate")
-HIDDEN = "the engine cannot process this request: a field has"
+HIDDEN_MESSAGE = "the engine cannot process this request: a field has"
 
 
 @pytest.mark.parametrize(
@@ -72,10 +72,13 @@ HIDDEN = "the engine cannot process this request: a field has"
         (VLLMValidationError("too long", parameter="prompt"), "too long (parameter=prompt)"),
         (raise_and_catch(ValueError("roles must alternate"), TEMPLATE_ERROR), "roles must alternate"),
         (TEMPLATE_ERROR, "roles must alternate"),
-        (TypeError("tuple indices must be integers or slices, not str"), HIDDEN),
-        (ValueError("invalid literal for int() with base 10: 'x'"), HIDDEN),
-        (raise_and_catch(ValueError("can only concatenate str"), TypeError("can only concatenate str")), HIDDEN),
-        (jinja2.UndefinedError("'dict object' has no attribute 'x'"), HIDDEN),
+        (TypeError("tuple indices must be integers or slices, not str"), HIDDEN_MESSAGE),
+        (ValueError("invalid literal for int() with base 10: 'x'"), HIDDEN_MESSAGE),
+        (
+            raise_and_catch(ValueError("can only concatenate str"), TypeError("can only concatenate str")),
+            HIDDEN_MESSAGE,
+        ),
+        (jinja2.UndefinedError("'dict object' has no attribute 'x'"), HIDDEN_MESSAGE),
     ],
 )
 def test_python_errors_are_hidden(error, text):
