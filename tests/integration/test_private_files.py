@@ -78,7 +78,7 @@ def test_files_of_a_run_are_private(shared_tmp, write_jsonl, tmp_path):
 
 
 @pytest.fixture
-def certificate(tmp_path):
+def cert_and_key(tmp_path):
     """A certificate for this machine's address, and its private key."""
     certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
@@ -88,19 +88,19 @@ def certificate(tmp_path):
     return certificate, key
 
 
-def test_endpoint_is_private_and_uses_https(shared_tmp, certificate, tmp_path):
+def test_endpoint_is_private_and_uses_https(shared_tmp, cert_and_key, tmp_path):
     key, record = new_key("alice")
     keys, folder = tmp_path / "keys.json", tmp_path / "made"
     write_keys(keys, [record])
     flags = [*Size(min_replicas=1, max_replicas=1).flags(), "--batches", str(folder / "batches"), "--log-prompts"]
     flags += ["--host", "0.0.0.0", "--keys", str(keys)]
-    flags += ["--tls-cert", str(certificate[0]), "--tls-key", str(certificate[1])]
+    flags += ["--tls-cert", str(cert_and_key[0]), "--tls-key", str(cert_and_key[1])]
     endpoint = Endpoint(folder, flags)
     port = int(endpoint.url.rpartition(":")[2])
     endpoint.url = f"https://0.0.0.0:{port}"
     try:
         endpoint.wait_until_up(START_S)
-        check_requests(f"https://{own_address()}:{port}", key, ssl.create_default_context(cafile=certificate[0]))
+        check_requests(f"https://{own_address()}:{port}", key, ssl.create_default_context(cafile=cert_and_key[0]))
         other_ports = reachable_ports(endpoint.process.pid) - {port}
         # Serve's replicas listen on all addresses, but must require Ray's token.
         assert {port_protection(own_address(), other_port) for other_port in other_ports} <= {"token"}

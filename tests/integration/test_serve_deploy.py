@@ -32,8 +32,8 @@ def environment():
 
 
 @pytest.fixture
-def cluster(environment, tmp_path):
-    """A Ray node. Yields its address and the address of its dashboard."""
+def addresses(environment, tmp_path):
+    """Start a Ray node. Yields its address and the address of its dashboard."""
     port, dashboard_port = free_port(), free_port()
     command = [
         BIN / "ray", "start", "--head", "--block", f"--port={port}", "--num-cpus=4",
@@ -57,7 +57,7 @@ def cluster(environment, tmp_path):
 
 
 @pytest.fixture
-def config(tmp_path):
+def config_and_url(tmp_path):
     """A copy of deploy/serve.yaml with another port and other models, and the URL of the API."""
     content, port = yaml.safe_load((ROOT / "deploy" / "serve.yaml").read_text()), free_port()
     content["http_options"]["port"] = port
@@ -87,20 +87,20 @@ def num_output_tokens(url):
         }
 
 
-def test_serve_deploy_starts_the_endpoint(cluster, environment, config):
-    path, url = config
-    command = [BIN / "serve", "deploy", path, "--address", cluster[1]]
+def test_serve_deploy_starts_the_endpoint(addresses, environment, config_and_url):
+    path, url = config_and_url
+    command = [BIN / "serve", "deploy", path, "--address", addresses[1]]
     result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     assert num_output_tokens(url) == {"one": 4, "other": 4}
 
 
-def test_serve_run_stops_with_ctrl_c(cluster, environment, config, tmp_path):
-    path, url = config
+def test_serve_run_stops_with_ctrl_c(addresses, environment, config_and_url, tmp_path):
+    path, url = config_and_url
     log_file = tmp_path / "run.log"
     with log_file.open("wb") as sink:
         process = subprocess.Popen(
-            [BIN / "serve", "run", path, "--address", cluster[0]], env=environment, cwd=ROOT, stdout=sink, stderr=sink
+            [BIN / "serve", "run", path, "--address", addresses[0]], env=environment, cwd=ROOT, stdout=sink, stderr=sink
         )
     try:
         assert num_output_tokens(url) == {"one": 4, "other": 4}, log_file.read_text()[-2000:]

@@ -20,14 +20,14 @@ def test_single_response_has_no_completions():
     assert generation.num_output_tokens == len(generation.text.split())
 
 
-def test_several_responses():
+def test_several_responses_differ_and_the_first_equals_a_single_response():
     generation = generate({**GREEDY, "n": 3}, num_speculative_tokens=4)
     assert len({completion.text for completion in generation.completions}) == 3
     assert generation.text == generation.completions[0].text == generate(GREEDY).text
     assert generation.num_output_tokens == sum(c.num_output_tokens for c in generation.completions)
 
 
-def test_logprobs():
+def test_every_output_token_has_logprobs():
     generation = generate({**GREEDY, "logprobs": 2})
     (completion,) = generation.completions
     assert "".join(token.token for token in completion.logprobs) == generation.text

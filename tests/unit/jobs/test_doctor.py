@@ -86,7 +86,7 @@ def test_doctor_reports_the_precisions_of_the_hardware(hardware, fp8, int8, auto
     assert json.loads(json.dumps(result))["hardware"]["platform"] == hardware.platform
 
 
-def test_verdict_and_exit_code(capsys, monkeypatch):
+def test_verdict_matches_the_exit_code(capsys, monkeypatch):
     code, result = doctor.run(argparse.Namespace())
     assert code == (1 if result["problems"] else 0)
     assert ("not ready" in capsys.readouterr().out) == bool(result["problems"])

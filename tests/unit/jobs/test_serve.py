@@ -113,21 +113,21 @@ def test_existing_application_is_not_replaced(monkeypatch, tmp_path, status, is_
 
 
 @pytest.mark.parametrize(
-    ("running", "options", "message"),
+    ("http_options", "options", "message"),
     [
         ({}, {"tls_cert": "/c.pem", "tls_key": "/k.pem"}, "without TLS"),
         ({"ssl_certfile": "/c.pem", "ssl_keyfile": "/k.pem"}, {}, "with the certificate /c.pem"),
         ({"ssl_certfile": "/c.pem", "ssl_keyfile": "/k.pem"}, {"tls_cert": "/d.pem", "tls_key": "/k.pem"}, "/c.pem"),
     ],
 )
-def test_certificate_of_running_serve_must_match(monkeypatch, tmp_path, running, options, message):
+def test_certificate_of_running_serve_must_match(monkeypatch, tmp_path, http_options, options, message):
     """Otherwise, keys would be sent in plain text despite --tls-cert."""
     from ray import serve
 
     from jobs.serve import _deploy
 
     monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications={}))
-    set_listening_address(monkeypatch, "127.0.0.1", 8000, **running)
+    set_listening_address(monkeypatch, "127.0.0.1", 8000, **http_options)
     with pytest.raises(ConfigError, match=message):
         _deploy(ServeConfig(state=tmp_path, **options), None, [], is_remote=True)
 

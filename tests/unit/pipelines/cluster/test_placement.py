@@ -72,7 +72,7 @@ def test_more_ranks_than_cores_are_refused():
 
 
 @pytest.mark.parametrize(("cpus_by_node", "num_engines"), [([8.0], 7), ([9.0], 8), ([8.0, 2.0], 9), ([1.0, 0.25], 1)])
-def test_room_leaves_cpus_for_preparation(cpus_by_node, num_engines):
+def test_number_of_engines_that_fit_leaves_cpus_for_preparation(cpus_by_node, num_engines):
     nodes = [{"CPU": number, "GPU": 8.0} for number in cpus_by_node]
     assert placement.num_engines_that_fit(nodes, on_accelerators(1)) == num_engines
 
@@ -147,7 +147,7 @@ def test_accelerator_type_is_respected():
         ([3, 1], 1, 4),
     ],
 )
-def test_room_for_engines_on_several_nodes(parts_by_node, nodes_per_engine, num_engines):
+def test_number_of_engines_that_fit_on_several_nodes(parts_by_node, nodes_per_engine, num_engines):
     nodes = [{"CPU": 100.0, "GPU": 4.0 * number} for number in parts_by_node]
     engine = on_accelerators(4 * nodes_per_engine, nodes_per_engine=nodes_per_engine)
     assert placement.num_engines_that_fit(nodes, engine) == num_engines
