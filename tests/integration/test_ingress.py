@@ -76,7 +76,7 @@ def url(ray_cluster, folder):
     serve.shutdown()
 
 
-def test_page_models_and_live_load(url, folder):
+def test_page_models_and_live_load_are_served(url, folder):
     with httpx.Client(base_url=url, timeout=60) as http:
         page = http.get("/")
         assert page.headers["content-security-policy"].startswith("default-src 'none'; script-src 'self'")

@@ -51,7 +51,7 @@ def published_head(folder, *, base_model=None, **changes):
     return folder
 
 
-def test_add_a_published_head_for_a_new_target(tmp_path, target, peagle_home):
+def test_published_head_is_added_for_a_new_target(tmp_path, target, peagle_home):
     head = published_head(tmp_path / "head", base_model=str(target))
     added = add_head(head)
     assert added.path == peagle_home / "models" / "my-llama.yaml"

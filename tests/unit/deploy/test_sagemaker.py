@@ -147,7 +147,7 @@ def test_invalid_options_are_refused(options: dict[str, Any], reason: str) -> No
         SageMakerOptions(**REQUIRED | options)
 
 
-def test_instance_type_without_a_known_price_needs_one() -> None:
+def test_instance_type_without_a_known_price_needs_usd_per_hour() -> None:
     with pytest.raises(PriceError, match=r"the price of ml\.x9\.large is unknown") as error:
         make_test_requests(instance_type="ml.x9.large")
     assert "--usd-per-hour" in error.value.hint

@@ -91,7 +91,7 @@ def test_training_plot_averages_many_steps():
     assert _texts(loss)[0] == "loss (KL divergence, nats), mean of 10 steps"
 
 
-def test_training_plot_of_one_step():
+def test_training_plot_of_one_step_has_circles():
     plot = training_plot([FIRST_STEP])
     loss, accuracy, rate = _panels(plot)
     assert [len(list(panel.iter(f"{SVG}circle"))) for panel in (loss, accuracy, rate)] == [1, 2, 1]

@@ -59,7 +59,7 @@ def test_lookup_variable_is_always_set():
     assert values == ["2", "5", "", ""]
 
 
-def test_default_media_and_grammar_variables():
+def test_media_and_grammar_variables_of_the_user_are_kept():
     from vllm import envs
 
     assert {"VLLM_MEDIA_URL_ALLOW_REDIRECTS", "VLLM_XGRAMMAR_CACHE_MB"} <= envs.environment_variables.keys()

@@ -38,7 +38,7 @@ CPU, GPU = cpu(), gpu()
         ([], {}),
     ],
 )
-def test_engine_arguments_from_pairs_or_map(engine_args, expected):
+def test_engine_arguments_are_parsed_from_pairs_or_a_map(engine_args, expected):
     assert TargetOptions(engine_args=engine_args).engine_args == expected
 
 

@@ -32,7 +32,7 @@ def judge(text, *, reference=A_DOG, finish_reason="stop", num_output_tokens=3, e
     return compare(committed, reference, ends=ends, max_tie=0.25)
 
 
-def test_equal_text_is_same():
+def test_equal_text_has_the_outcome_same():
     assert judge("a dog").outcome == "same"
 
 

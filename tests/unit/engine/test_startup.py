@@ -85,7 +85,7 @@ def test_invalid_limit_names_the_variable(monkeypatch, text):
         start_limit_s()
 
 
-def test_default_limit(monkeypatch):
+def test_limit_has_a_default(monkeypatch):
     monkeypatch.delenv(TIMEOUT_VARIABLE, raising=False)
     assert start_limit_s() == module.DEFAULT_S
 

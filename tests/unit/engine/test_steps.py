@@ -36,7 +36,7 @@ def adjusted_by_v1(sizes, width):
 
 @pytest.mark.parametrize("k", [1, 3, 6, 7, 10, 11, 18])
 @pytest.mark.parametrize("concurrency", [1, 2, 5, 37, 64, 100, 128])
-def test_widest_steps_of_peagle_are_captured(k, concurrency):
+def test_widest_steps_of_p_eagle_are_captured(k, concurrency):
     captured = adjusted_by_v1(sizes_of(make_spec("peagle", k, concurrency), gpu()), 1 + k)
     largest_size = MAX_TOKENS // (1 + k) * (1 + k)
     assert concurrency * (1 + k) in captured or concurrency * (1 + k) > largest_size
@@ -74,7 +74,7 @@ def test_number_of_graphs_is_limited(memory_gib, max_graphs):
 
 
 @pytest.mark.parametrize(("concurrency", "expected"), [(8, None), (256, None), (100, 100), (600, 600)])
-def test_sizes_without_a_drafter(concurrency, expected):
+def test_sizes_without_a_drafter_are_set_only_if_vllm_lacks_the_concurrency(concurrency, expected):
     sizes = capture_sizes(make_spec(None, 0, concurrency), gpu())
     assert sizes is None if expected is None else expected in (sizes or [])
 

@@ -13,7 +13,7 @@ from tests.unit.pipelines.online.ledgers import make_request_usage
 LAST_OF_DECEMBER = datetime(2026, 12, 31, 23, 59, tzinfo=UTC)
 
 
-def test_add_list_and_revoke_keys(tmp_path, capsys):
+def test_keys_can_be_added_listed_and_revoked(tmp_path, capsys):
     path = str(tmp_path / "keys.json")
     assert cli.run(["serve", "keys", "add", "alice", "--keys", path, "--requests-per-min", "60"]) == 0
     key = capsys.readouterr().out.strip()

@@ -63,7 +63,7 @@ def test_no_time_per_output_token_without_ttft_or_a_second_token(ray_metrics, re
     assert ("gen_ai_server_time_per_output_token_seconds", *MODEL) not in ray_metrics
 
 
-def test_metrics_of_cut_and_failed_requests(ray_metrics):
+def test_cut_and_failed_requests_have_metrics_by_outcome(ray_metrics):
     metrics = UsageMetrics("m", None)
     metrics.record_request(request("cut"))  # the client disconnected
     metrics.record_request(request("failed"))

@@ -40,13 +40,13 @@ def test_replica_states_are_reduced_to_three():
     assert {state for state in ReplicaState if not any(count_states({state: 1}).values())} == {ReplicaState.STOPPED}
 
 
-def test_name_of_rays_engine_client():
+def test_rays_engine_client_has_the_expected_name():
     from ray.llm._internal.serve.engines.vllm.vllm_engine import VLLMEngine
 
     assert "self._engine_client = self._start_async_llm_engine(" in inspect.getsource(VLLMEngine.start)
 
 
-def test_names_of_vllms_api_server():
+def test_vllms_api_server_has_the_expected_names():
     from ray.llm._internal.serve.engines.vllm.vllm_engine import VLLMEngine
     from vllm.entrypoints.generate.base.serving import GenerateBaseServing
 
