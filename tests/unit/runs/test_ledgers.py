@@ -10,7 +10,14 @@ from peagle.economics.spending import Days, Spend, charges, day_of
 from peagle.errors import ConfigError, PeagleError, PriceError
 from peagle.runs.ledgers import find_ledgers, ledger_folders, require_runs
 from peagle.storage import storage_path, write_atomic
-from tests.unit.economics.month import BULK_SESSION, make_unit_usage, timestamp, write_endpoint, write_nightly, write_run
+from tests.unit.economics.month import (
+    BULK_SESSION,
+    make_unit_usage,
+    timestamp,
+    write_endpoint,
+    write_nightly,
+    write_run,
+)
 from tests.unit.pipelines.online.ledgers import make_request_usage
 
 
