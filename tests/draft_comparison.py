@@ -1,4 +1,4 @@
-"""Compare vLLM's drafts token by token with those that the training code computes for the same head.
+"""Compare vLLM's drafts token by token with the training code's drafts for the same head.
 
 A token of vLLM may differ only at a tie: the training code's logits for the two tokens differ by at most TIE.
 """
@@ -53,7 +53,7 @@ class Comparison:
     """Which drafts were compared, and how they differ.
 
     Attributes:
-        contexts: pairs of a request and the position of the last known token.
+        contexts: pairs of a request and the number of known tokens.
         drafts: vLLM's drafts that were compared, by K.
         num_chunks: unfinished prefills, whose drafts vLLM discards.
         ties: draft tokens that differ, but have nearly the same logit.
@@ -69,28 +69,28 @@ class Comparison:
 
 
 def compare(recorded, num_prompt_tokens, head, document_of):
-    """Compare every recorded draft with that of the training code. Fail at the first difference that is no tie."""
+    """Compare every recorded draft with that of the training code. Fail at the first difference that is not a tie."""
     result = Comparison()
     documents, compared_contexts = _documents(recorded, num_prompt_tokens, document_of), []
     for context in recorded["contexts"]:
-        request, known = _request(context), context["known"]
-        if known < num_prompt_tokens[request]:
+        request, num_known = _request_number(context), context["known"]
+        if num_known < num_prompt_tokens[request]:
             result.num_chunks += 1
-        elif known < len(recorded["tokens"][request]):  # after the last token, there is no text to compare with
-            compared_contexts.append((request, known, context))
+        elif num_known < len(recorded["tokens"][request]):  # after the last token, there is no text to compare with
+            compared_contexts.append((request, num_known, context))
     training_drafts = {}
-    for request, known, context in compared_contexts:
-        assert recorded["tokens"][request][known] == context["token"]
+    for request, num_known, context in compared_contexts:
+        assert recorded["tokens"][request][num_known] == context["token"]
         document = documents[request]
-        state_error = (document.aux_TAH[known - 1] - context["states"]).norm() / context["states"].norm()
+        state_error = (document.aux_TAH[num_known - 1] - context["states"]).norm() / context["states"].norm()
         result.max_state_error = max(result.max_state_error, state_error.item())
         for k, vllm_draft in context["drafts"].items():
             if (request, k) not in training_drafts:
                 training_drafts[request, k] = drafted_tokens(head, document, k)
-            draft = training_drafts[request, k][known - 1].tolist()
-            result.ties += _count_ties(head, document, known, draft, vllm_draft)
+            draft = training_drafts[request, k][num_known - 1].tolist()
+            result.ties += _count_ties(head, document, num_known, draft, vllm_draft)
             result.drafts.setdefault(k, []).append(vllm_draft)
-        result.contexts.add((request, known))
+        result.contexts.add((request, num_known))
     return result
 
 
@@ -102,25 +102,25 @@ def _documents(recorded, num_prompt_tokens, document_of):
     documents = [document_of(tokens, n) for tokens, n in zip(recorded["tokens"], num_prompt_tokens, strict=True)]
     documents = [replace(document, token_ids_T=document.token_ids_T.clone()) for document in documents]
     for context in recorded["contexts"]:
-        request, known = _request(context), context["known"]
-        if known < num_prompt_tokens[request]:
-            documents[request].token_ids_T[known] = context["token"]
+        request, num_known = _request_number(context), context["known"]
+        if num_known < num_prompt_tokens[request]:
+            documents[request].token_ids_T[num_known] = context["token"]
     return documents
 
 
-def _request(context):
+def _request_number(context):
     return int(context["request"].partition("-")[0])
 
 
-def _count_ties(head, document, known, draft, vllm_draft):
+def _count_ties(head, document, num_known, draft, vllm_draft):
     assert len(draft) == len(vllm_draft)
     ties = 0
     for depth, (token, vllm_token) in enumerate(zip(draft, vllm_draft, strict=True)):
         if token == vllm_token:
             continue
-        margin = _margin(head, document, known, len(draft), depth, vllm_token)
+        margin = _margin(head, document, num_known, len(draft), depth, vllm_token)
         assert margin <= TIE, (
-            f"{draft} is not vLLM's {vllm_draft} after token {known}: depth {depth}, logits {margin:.5f} apart"
+            f"{draft} is not vLLM's {vllm_draft} after token {num_known}: depth {depth}, logits {margin:.5f} apart"
         )
         ties += 1
         if head.config.speculators_model_type == "eagle3":
@@ -128,10 +128,10 @@ def _count_ties(head, document, known, draft, vllm_draft):
     return ties
 
 
-def _margin(head, document, known, k, depth, token):
+def _margin(head, document, num_known, k, depth, token):
     """Return the difference between the largest logit of the training code and that of a token."""
     anchor, depths, states = _draft_states(head, document, k)
-    logits = states[(anchor == known - 1) & (depths == depth)][0].float() @ head.lm_head.weight.float().T
+    logits = states[(anchor == num_known - 1) & (depths == depth)][0].float() @ head.lm_head.weight.float().T
     ids = torch.arange(len(logits)) + (0 if head.d2t is None else head.d2t)
     assert (ids == token).any(), f"token {token} is outside the draft vocabulary"
     return (logits.max() - logits[ids == token]).item()

@@ -59,7 +59,7 @@ class Disk:
             result[path.name] = (path.stat().st_ino, path.is_dir())
         self._names[folder.stat().st_ino] = result
 
-    def _hold(self, path: Path) -> None:
+    def _keep_open(self, path: Path) -> None:
         inode = path.stat().st_ino if path.exists() else None
         if inode is not None and inode not in self._descriptors:
             self._descriptors[inode] = os.open(path, os.O_PATH)

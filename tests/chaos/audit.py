@@ -99,10 +99,10 @@ async def _expected_answers(prompts: list[str]) -> list[str]:
 
 def _usage_problems(run: RunDirectory, rows: list[dict[str, Any]], reported_account: dict[str, Any]) -> Iterator[str]:
     """Check that a unit's usage is the sum of its rows, and the account the sum of all usages and lost tokens."""
-    committed: defaultdict[str, int] = defaultdict(int)
+    committed_tokens: defaultdict[str, int] = defaultdict(int)
     for unit in sorted(run.committed()):
         usage = run.usage(unit)
-        committed[usage.session_id] += usage.num_output_tokens
+        committed_tokens[usage.session_id] += usage.num_output_tokens
         unit_rows = pq.read_table(run.unit_path(unit), columns=list(_TOKENS)).to_pylist()
         for name in _TOKENS:
             if getattr(usage, name) != sum(row[name] or 0 for row in unit_rows):
@@ -111,7 +111,7 @@ def _usage_problems(run: RunDirectory, rows: list[dict[str, Any]], reported_acco
         if reported_account[name] != sum(row[name] or 0 for row in rows):
             yield f"{name} in the account is {reported_account[name]}, not the sum of the rows"
     sessions = run.sessions()
-    lost = sum(max(0, session.num_output_tokens - committed[session.session_id]) for session in sessions)
+    lost = sum(max(0, session.num_output_tokens - committed_tokens[session.session_id]) for session in sessions)
     if reported_account["num_lost_tokens"] != lost:
         yield f"the account has {reported_account['num_lost_tokens']} lost tokens; the sessions have {lost}"
     current = account(run.usages(), sessions, Price.from_dict(run.manifest()["price"]))

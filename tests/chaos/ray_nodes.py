@@ -22,7 +22,7 @@ _SYSTEM_CONFIG = (
     '{"health_check_initial_delay_ms": 3000, "health_check_period_ms": 1000, "health_check_timeout_ms": 5000}'
 )
 _START_S = 120
-_STARTED = b"Ray runtime started."
+_START_MESSAGE = b"Ray runtime started."
 
 
 class RayNodes:
@@ -167,7 +167,7 @@ class RayNodes:
 
     def _wait_for(self, node: "subprocess.Popen[bytes]") -> None:
         deadline, log = time.monotonic() + _START_S, self._log_of[node.pid]
-        while _STARTED not in log.read_bytes():
+        while _START_MESSAGE not in log.read_bytes():
             if node.poll() is not None or time.monotonic() > deadline:
                 raise TimeoutError(f"a Ray node did not start: see {log}")
             time.sleep(0.2)

@@ -8,7 +8,7 @@ from peagle.tables import markdown
 from tests.chaos.schedule import KINDS
 from tests.origin import origin, origin_text, write_report
 
-_SUMS = (
+_SUMMED_FIELDS = (
     "num_rows",
     "num_lost",
     "num_doubled",
@@ -56,7 +56,7 @@ def summary(results: list[dict[str, Any]], engine: str) -> dict[str, Any]:
         "kills": {kind: kills[kind] for kind in KINDS},
         "num_kills": kills.total(),
         "wall_s": round(sum(run["wall_s"] for run in runs), 1),
-        **{name: sum(audit[name] for audit in audits) for name in _SUMS},
+        **{name: sum(audit[name] for audit in audits) for name in _SUMMED_FIELDS},
     }
 
 
@@ -99,7 +99,7 @@ def _runs(results: list[dict[str, Any]]) -> str:
     for run in results:
         kills = ", ".join(f"{kill['kind']} {kill['at_s']:.0f} s" for kill in run["kills"])
         codes = ", ".join(str(attempt["exit_code"]) for attempt in run["attempts"])
-        audit = run["audit"] or dict.fromkeys(_SUMS, "-")
+        audit = run["audit"] or dict.fromkeys(_SUMMED_FIELDS, "-")
         counts = [str(audit[name]) for name in ("num_rows", "num_lost", "num_doubled", "num_regenerated_tokens")]
         cluster = "the driver's" if run["own_cluster"] else "several nodes"
         rows.append((run["name"], cluster, kills, codes, f"{run['wall_s']:.0f}", *counts))
@@ -110,7 +110,7 @@ def _pauses(results: list[dict[str, Any]]) -> str:
     rows = [("scene", "where", "plays", "different steps", "driver exit codes", "problems")]
     for result in results:
         for plays in result["plays"]:
-            codes = ", ".join(f"{codes}: {count}" for codes, count in sorted(plays["codes"].items()))
+            codes = ", ".join(f"{exit_codes}: {count}" for exit_codes, count in sorted(plays["codes"].items()))
             counts = plays["num_plays"], len(set(plays["steps"])), len(plays["problems"])
             rows.append((plays["scene"], result["where"], str(counts[0]), str(counts[1]), codes, str(counts[2])))
     return "\n".join(markdown(rows))

@@ -48,5 +48,5 @@ def statistics(tally: Tally, size: Size, *, factor: float, seconds: float) -> di
         "latency_p95_s": float(np.percentile(latencies, 95)) if latencies else None,
         "latency_max_s": max(latencies, default=None),
         "refusal_p95_s": float(np.percentile(refusals, 95)) if refusals else None,
-        "seen": sorted({request.seen for request in tally.requests if request.seen}),
+        "seen": sorted({request.details for request in tally.requests if request.details}),
     }

@@ -35,7 +35,7 @@ class SentRequest:
     Attributes:
         outcome: one of `OUTCOMES`.
         status: HTTP status, or None without a response.
-        seen: details of an unexpected outcome.
+        details: what happened, if the outcome is unexpected.
     """
 
     is_stream: bool
@@ -44,7 +44,7 @@ class SentRequest:
     outcome: str
     status: int | None = None
     request_id: str | None = None
-    seen: str = ""
+    details: str = ""
 
     @property
     def latency_s(self) -> float:
@@ -88,14 +88,14 @@ async def send_request(
         async with http.stream("POST", "/v1/chat/completions", json=request) as response:
             status, request_id = response.status_code, response.headers.get("x-peagle-request-id")
             content = await response.aread()
-        outcome, seen = judge(status, content, is_stream=is_stream)
+        outcome, details = judge(status, content, is_stream=is_stream)
     except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-        outcome, seen = "no connection", repr(error)
+        outcome, details = "no connection", repr(error)
     except httpx.HTTPError as error:
-        outcome, seen = "broken off", repr(error)
+        outcome, details = "broken off", repr(error)
     return SentRequest(
         is_stream=is_stream, began=began, ended=time.monotonic(), outcome=outcome, status=status,
-        request_id=request_id, seen=seen[:300],
+        request_id=request_id, details=details[:300],
     )  # fmt: skip
 
 

@@ -38,7 +38,7 @@ class Size:
 
     Attributes:
         slots: requests that an engine decodes concurrently.
-        queued: requests that may wait for a slot.
+        queued: requests that can wait for a slot.
         token_s: seconds per token.
         tokens: output tokens of each request.
     """

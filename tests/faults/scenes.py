@@ -52,7 +52,7 @@ async def kill_part(
         "seconds": ended_at - killed_at + before_s,
         "longest_gap_s": tally.longest_gap_s(killed_at, ended_at),
         "whole_after_s": recovered_s,
-        "seen": sorted({request.seen for request in tally.requests if request.seen})[:5],
+        "seen": sorted({request.details for request in tally.requests if request.details})[:5],
         **await _check_ledger_and_slots(endpoint, size, {str(request_id) for request_id in answered}),
     }
     forbidden = {name: n for name, n in result["outcomes"].items() if n and name not in allowed}

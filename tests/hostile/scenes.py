@@ -74,7 +74,7 @@ async def _scene(
         "problems": [problem for attack_result in results for problem in attack_result.problems],
     }
     if outcomes["answered"] < len(neighbour.tally.requests):
-        details = sorted({request.seen for request in neighbour.tally.requests if request.seen})[:3]
+        details = sorted({request.details for request in neighbour.tally.requests if request.details})[:3]
         row["problems"].append(f"the neighbour's requests: {outcomes}; {details}")
     return row
 

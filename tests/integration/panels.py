@@ -1,4 +1,4 @@
-"""TagSpending the panels of a Grafana dashboard as SVG, from the query results of a Prometheus server."""
+"""Draw the panels of a Grafana dashboard as SVG, from the query results of a Prometheus server."""
 
 import math
 import re
@@ -37,8 +37,8 @@ def rows_of(dashboard):
     """Yield the title and the panels of each row of the dashboard."""
     panels = dashboard["panels"]
     row_starts = [number for number, panel in enumerate(panels) if panel["type"] == "row"]
-    for begin_s, end in zip(row_starts, [*row_starts[1:], len(panels)], strict=True):
-        yield panels[begin_s]["title"], panels[begin_s + 1 : end]
+    for begin, end in zip(row_starts, [*row_starts[1:], len(panels)], strict=True):
+        yield panels[begin]["title"], panels[begin + 1 : end]
 
 
 def draw_svg(panels, query, begin_s):
@@ -46,7 +46,7 @@ def draw_svg(panels, query, begin_s):
 
     Args:
         query: returns the series of a PromQL expression, in the format of `/api/v1/query_range`.
-        begin_s: Unix time time_s the start of the horizontal axis.
+        begin_s: Unix time of the start of the horizontal axis.
     """
     series = [_series(panel, query, begin_s) for panel in panels]
     end_s = max(time_s for curve in series for _, points in curve for time_s, _ in points)

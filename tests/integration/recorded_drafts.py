@@ -32,23 +32,23 @@ class Recorder:
         runner.drafter.propose = self
 
     def __call__(self, *, num_speculative_tokens, common_attn_metadata, **options):
-        own_k = num_speculative_tokens
+        engine_k = num_speculative_tokens
         drafts = {}
-        for k in range(1, own_k) if self._every_k else ():
+        for k in range(1, engine_k) if self._every_k else ():
             self._set_k(k)
             drafts[k] = self._propose(
                 num_speculative_tokens=k, common_attn_metadata=copy.deepcopy(common_attn_metadata), **options
             )
         if drafts:
-            self._set_k(own_k)
+            self._set_k(engine_k)
         last_indices = options["token_indices_to_sample"]
         if last_indices is None:
             last_indices = common_attn_metadata.query_start_loc[1:] - 1
         # `propose` changes these tensors.
         last_indices, positions = last_indices.clone(), options["target_positions"].clone()
         states = options["target_hidden_states"].clone()
-        drafts[own_k] = self._propose(
-            num_speculative_tokens=own_k, common_attn_metadata=common_attn_metadata, **options
+        drafts[engine_k] = self._propose(
+            num_speculative_tokens=engine_k, common_attn_metadata=common_attn_metadata, **options
         )
         for row, (name, index) in enumerate(zip(self._runner.input_batch.req_ids, last_indices.tolist(), strict=True)):
             self.contexts.append(
@@ -60,7 +60,7 @@ class Recorder:
                     "drafts": {k: tokens[row].tolist() for k, tokens in drafts.items()},
                 }
             )
-        return drafts[own_k]
+        return drafts[engine_k]
 
     def _set_k(self, k):
         proposer = self._proposer
@@ -86,8 +86,8 @@ def run(job):
     outputs = engine.generate(prompts, sampling, use_tqdm=False)
     tokens = [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs]
     engine.llm_engine.engine_core.shutdown()
-    cached = [output.num_cached_tokens for output in outputs]
-    return {"tokens": tokens, "num_cached_tokens": cached, "contexts": contexts}
+    num_cached_tokens = [output.num_cached_tokens for output in outputs]
+    return {"tokens": tokens, "num_cached_tokens": num_cached_tokens, "contexts": contexts}
 
 
 def run_or_fail(job):

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from peagle.economics.ledger import append_beat, write_session
-from tests.unit.economics.month import BULK, SERVING, make_request_usage, make_unit_usage, timestamp, write_run
+from tests.unit.economics.month import BULK_SESSION, SERVING, make_request_usage, make_unit_usage, timestamp, write_run
 
 NUM_REQUESTS, NUM_ENGINES, NUM_UNITS = 1_000_000, 4, 1000
 MONTH_S = 30 * 86_400
@@ -48,7 +48,7 @@ def write_month(root):
         )
         for number in range(NUM_UNITS)
     ]
-    write_run(root / "bulk", [BULK], units)
+    write_run(root / "bulk", [BULK_SESSION], units)
 
 
 @pytest.mark.soak

@@ -45,7 +45,7 @@ def tokens_of(embedded_target):
 
 
 @pytest.fixture(scope="module")
-def expected(target, tokens_of):
+def target_probabilities(target, tokens_of):
     """Return a function that returns the target's probabilities of sequences of four tokens.
 
     Sequences that are too rare for the chi-square test are omitted.
@@ -83,7 +83,7 @@ def nucleus(row, top_p):
 
 
 @pytest.fixture
-def sampled(tokens_of, tmp_path):
+def draw_samples(tokens_of, tmp_path):
     """Return a function that runs `sampled_tokens.py` with a drafter and returns the result."""
 
     def run(method, text, top_p, *, lookup, verify):
@@ -114,9 +114,10 @@ def sampled(tokens_of, tmp_path):
         ("peagle", False, "auto"),
     ],
 )
-def test_samples_follow_the_targets_distribution(method, lookup, verify, top_p, sampled, expected):
+def test_samples_follow_the_targets_distribution(method, lookup, verify, top_p, draw_samples, target_probabilities):
     text = REPETITIVE_TEXT if lookup else TEXT
-    result, probabilities = sampled(method, text, top_p, lookup=lookup, verify=verify), expected(text, top_p)
+    result = draw_samples(method, text, top_p, lookup=lookup, verify=verify)
+    probabilities = target_probabilities(text, top_p)
     assert (result["num_accepted"] > 0) if method != "none" else result["num_accepted"] is None
     assert (result["num_looked_up"] > 100) == lookup, "the lookup found too few drafts for a meaningful test"
     assert len(result["greedy"]) > 2

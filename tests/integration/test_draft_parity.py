@@ -5,8 +5,8 @@ in batches, with prefix-cache hits, and with rejected drafts after the last acce
 come from the states that Transformers computes for the finished text (as in feature extraction, before rounding to
 bf16), the head that `load_head` loads, and the forward passes of training and of the offline estimate.
 
-In an engine with K=10, the real `propose` drafts each context for every K from 1 to 10. Engines with a smaller K check
-that they draft the same tokens, also for chunked prompts. At the end of a chunk, vLLM 0.29 gives its head the prompt's
+In an engine with K=10, the real `propose` drafts each context for every K from 1 to 10. Engines with a smaller K
+must draft the same tokens, also for chunked prompts. At the end of a chunk, vLLM 0.29 gives its head the prompt's
 last token instead of the token after the chunk (`prepare_next_token_ids_padded`), and keeps that position in the KV
 cache. Training has no such position, so the comparison imitates vLLM in this one respect.
 """
@@ -87,12 +87,12 @@ def _add_noise(head):
 
 
 @pytest.fixture(scope="module")
-def recorded(embedded_target, heads, prompts, tmp_path_factory):
+def recording_of(embedded_target, heads, prompts, tmp_path_factory):
     """Return a function that returns the result of recorded_drafts.py for a head, a K and a number of prompts.
 
     All engines of the default suite run in one process, and all engines of the soak tests in another.
     """
-    here, folder = hardware.detect(), tmp_path_factory.mktemp("recorded")
+    detected, folder = hardware.detect(), tmp_path_factory.mktemp("recorded")
 
     def spec_of(head, k):
         return EngineSpec(
@@ -107,7 +107,7 @@ def recorded(embedded_target, heads, prompts, tmp_path_factory):
         )
 
     def job(head, k, num_prompts):
-        engine = engine_args(spec_of(head, k), here)
+        engine = engine_args(spec_of(head, k), detected)
         return {
             "engine": engine,
             "prompts": _select(prompts, num_prompts),
@@ -116,12 +116,13 @@ def recorded(embedded_target, heads, prompts, tmp_path_factory):
         }
 
     default_keys = [(head, MAX_K, number) for head, number in NUM_PROMPTS.items()]
-    soak_keys = [(head, MAX_K, number) for head, number in NUM_PROMPTS_SOAK.items()] + [(*own, 3) for own in SMALLER_K]
+    soak_keys = [(head, MAX_K, number) for head, number in NUM_PROMPTS_SOAK.items()]
+    soak_keys += [(*key, 3) for key in SMALLER_K]
 
     @functools.cache
     def run(is_default):
         jobs = {key: job(*key) for key in (default_keys if is_default else soak_keys)}
-        answers = run_jobs(list(jobs.values()), environment(spec_of("peagle", MAX_K), here), folder)
+        answers = run_jobs(list(jobs.values()), environment(spec_of("peagle", MAX_K), detected), folder)
         return dict(zip(jobs, answers, strict=True))
 
     return lambda *key: run(key in default_keys)[key]
@@ -142,32 +143,34 @@ def training_heads(heads, embedded_target):
     return {name: load_head(folder, embedded_target).eval() for name, folder in heads.items()}
 
 
-def _select(prompts, number):
-    """Return `number` prompts: the long prompt, short ones, and the long prompt again.
+def _select(prompts, num_prompts):
+    """Return `num_prompts` prompts: the long prompt, short ones, and the long prompt again.
 
-    If `number` is at most three, the first long prompt is omitted.
+    If `num_prompts` is at most three, the first long prompt is omitted.
     """
-    return prompts[: number - 1] + prompts[-1:] if number > 3 else prompts[-number:]
+    return prompts[: num_prompts - 1] + prompts[-1:] if num_prompts > 3 else prompts[-num_prompts:]
 
 
-def _compare(name, k, number, recorded, prompts, training_heads, document_of):
-    lengths = [len(prompt) for prompt in _select(prompts, number)]
-    return compare(recorded(name, k, number), lengths, training_heads[name], document_of)
+def _compare(name, k, num_prompts, recording_of, prompts, training_heads, document_of):
+    lengths = [len(prompt) for prompt in _select(prompts, num_prompts)]
+    return compare(recording_of(name, k, num_prompts), lengths, training_heads[name], document_of)
 
 
-@pytest.mark.parametrize(("name", "number"), CASES)
-def test_drafts_equal_vllms_for_every_k(name, number, recorded, prompts, training_heads, document_of, record_property):
-    result = _compare(name, MAX_K, number, recorded, prompts, training_heads, document_of)
+@pytest.mark.parametrize(("name", "num_prompts"), CASES)
+def test_drafts_equal_vllms_for_every_k(
+    name, num_prompts, recording_of, prompts, training_heads, document_of, record_property
+):
+    result = _compare(name, MAX_K, num_prompts, recording_of, prompts, training_heads, document_of)
     record_property(
         "compared", f"{len(result.contexts)} contexts, {result.ties} ties, states {result.max_state_error:.1e}"
     )
-    assert len(result.contexts) >= (200 if number > 6 else 40)
+    assert len(result.contexts) >= (200 if num_prompts > 6 else 40)
     assert result.drafts.keys() == set(range(1, MAX_K + 1))
     assert all(len(drafts) == len(result.contexts) for drafts in result.drafts.values())
     assert result.num_chunks == 0
     # The repeated long prompt is not in the first batch. DFlash has no prefix cache.
-    if number > MAX_NUM_SEQS and name != "dflash":
-        assert recorded(name, MAX_K, number)["num_cached_tokens"][-1] > 0
+    if num_prompts > MAX_NUM_SEQS and name != "dflash":
+        assert recording_of(name, MAX_K, num_prompts)["num_cached_tokens"][-1] > 0
     assert result.max_state_error < MAX_STATE_ERROR
     for depth in range(MAX_K):  # constant drafts would match without proving anything
         assert len({draft[depth] for draft in result.drafts[MAX_K]}) >= (2 if name == "dflash" else 5), depth
@@ -176,20 +179,20 @@ def test_drafts_equal_vllms_for_every_k(name, number, recorded, prompts, trainin
 @pytest.mark.soak
 @pytest.mark.parametrize(("name", "k"), SMALLER_K)
 def test_drafts_equal_vllms_with_a_smaller_k_and_chunked_prompts(
-    name, k, recorded, prompts, training_heads, document_of, record_property
+    name, k, recording_of, prompts, training_heads, document_of, record_property
 ):
-    result = _compare(name, k, 3, recorded, prompts, training_heads, document_of)
+    result = _compare(name, k, 3, recording_of, prompts, training_heads, document_of)
     record_property("compared", f"{len(result.contexts)} contexts, {result.num_chunks} chunks, {result.ties} ties")
     assert len(result.contexts) >= 15
     assert result.num_chunks > 0
     assert result.drafts.keys() == {k}
 
 
-@pytest.mark.parametrize(("name", "number"), CASES)
-def test_comparison_detects_shifted_states(name, number, recorded, prompts, training_heads, document_of):
+@pytest.mark.parametrize(("name", "num_prompts"), CASES)
+def test_comparison_detects_shifted_states(name, num_prompts, recording_of, prompts, training_heads, document_of):
     def shifted(tokens, num_prompt_tokens):
         document = document_of(tokens, num_prompt_tokens)
         return replace(document, aux_TAH=document.aux_TAH.roll(1, dims=0))
 
     with pytest.raises(AssertionError, match="apart"):
-        _compare(name, MAX_K, number, recorded, prompts, training_heads, shifted)
+        _compare(name, MAX_K, num_prompts, recording_of, prompts, training_heads, shifted)

@@ -49,8 +49,8 @@ def check_rows(run, *, num_sessions):
     assert all(row["num_draft_tokens"] <= K * row["num_drafts"] for row in rows)
     report = json.loads((run.root / "report.json").read_text())
     assert report["account"]["num_output_tokens"] == sum(row["num_output_tokens"] for row in rows)
-    accepted = sum(row["num_accepted_tokens"] for row in rows) / sum(row["num_drafts"] for row in rows)
-    assert report["account"]["speculation"]["acceptance_length"] == pytest.approx(1 + accepted)
+    accepted_per_draft = sum(row["num_accepted_tokens"] for row in rows) / sum(row["num_drafts"] for row in rows)
+    assert report["account"]["speculation"]["acceptance_length"] == pytest.approx(1 + accepted_per_draft)
     assert 0 < report["account"]["speculation"]["num_lookup_tokens"] < sum(row["num_accepted_tokens"] for row in rows)
 
 
@@ -94,9 +94,9 @@ def audit_changed_run(peagle, run):
     texts[0] = f"{texts[0][:middle]} Zanzibar {texts[0][middle:]}"
     pq.write_table(table.set_column(table.column_names.index("response"), "response", [texts]), path)
     result = run.root.parent / "audit.json"
-    done = peagle("audit", run.root, "--sample", NUM_ROWS, "--json", result)
-    output, _ = done.communicate()
-    assert done.returncode == 1, output
+    process = peagle("audit", run.root, "--sample", NUM_ROWS, "--json", result)
+    output, _ = process.communicate()
+    assert process.returncode == 1, output
     return json.loads(result.read_text())
 
 

@@ -22,7 +22,7 @@ WAIT_S = 300
 SIZE_AND_LOAD = Size(min_replicas=1, max_replicas=2, token_s=0.05, tokens=10)
 
 
-def lines():
+def batch_lines():
     for number in range(NUM_ROWS):
         messages = [{"role": "user", "content": f"say {number}"}]
         body = {"model": "fake", "messages": messages, "max_tokens": ROW_TOKENS, "ignore_eos": True}
@@ -30,7 +30,7 @@ def lines():
 
 
 def create_batch(client):
-    uploaded = client.files.create(file=("rows.jsonl", "\n".join(lines()).encode()), purpose="batch")
+    uploaded = client.files.create(file=("rows.jsonl", "\n".join(batch_lines()).encode()), purpose="batch")
     return client.batches.create(input_file_id=uploaded.id, endpoint="/v1/chat/completions", completion_window="24h")
 
 
@@ -53,7 +53,7 @@ async def run_clients_during_batch(endpoint, client, batch):
     return clients.tally.outcomes()
 
 
-def test_batch_in_idle_slots_is_complete_and_paid_once(tmp_path):
+def test_batch_in_idle_slots_is_complete_and_charged_once(tmp_path):
     flags = [*SIZE_AND_LOAD.flags(), "--batches", str(tmp_path / "batches"), "--batch-engines", "endpoint"]
     with serving(tmp_path, flags, start_s=420) as endpoint:
         with openai.OpenAI(base_url=f"{endpoint.url}/v1", api_key="none", max_retries=0) as client:
@@ -76,14 +76,14 @@ def test_batch_in_idle_slots_is_complete_and_paid_once(tmp_path):
     assert outcomes["other"] == 0
     run = RunDirectory(tmp_path / "batches" / "runs" / batch.id)
     assert audit_files(run, run.manifest()).findings == []
-    check_paid_once(cost, RequestReader(endpoint.state / "ledger").new(), batch)
+    check_charged_once(cost, RequestReader(endpoint.state / "ledger").new(), batch)
 
 
-def check_paid_once(cost, records, batch):
+def check_charged_once(cost, records, batch):
     (batch_record,) = [record for record in records if record.is_batch]
     rows = [record for record in records if record.request_id.startswith(batch.id) and not record.is_batch]
     assert (batch_record.request_id, batch_record.usd, batch_record.usage.num_output_tokens) == (batch.id, 0.0, 0)
-    generated = sum(record.usage.num_output_tokens for record in rows)
-    assert generated >= NUM_ROWS * ROW_TOKENS
+    num_generated = sum(record.usage.num_output_tokens for record in rows)
+    assert num_generated >= NUM_ROWS * ROW_TOKENS
     assert cost["total"]["usd"] == pytest.approx(sum(record.usd for record in records))
     assert cost["total"]["usd"] <= cost["account"]["usd"]["total"]

@@ -76,7 +76,7 @@ def url(ray_cluster, folder):
     serve.shutdown()
 
 
-def test_page_models_and_live_load(url, folder):
+def test_page_models_and_live_load_are_served(url, folder):
     with httpx.Client(base_url=url, timeout=60) as http:
         page = http.get("/")
         assert page.headers["content-security-policy"].startswith("default-src 'none'; script-src 'self'")
@@ -111,10 +111,10 @@ def test_timed_out_request_is_cancelled_in_its_engine(url, folder):
             answer = http.post(CHAT_URL, json=BODY | {"stream": is_stream})
             assert answer.status_code == (200 if is_stream else 504)
             assert f"took longer than {TIMEOUT_S:g} s" in answer.text
-            cancelled = folder / f"cancelled-{answer.headers['x-peagle-request-id']}"
-            until = time.monotonic() + 10
-            while not cancelled.exists():
-                assert time.monotonic() < until, "the request is still in the engine"
+            cancelled_file = folder / f"cancelled-{answer.headers['x-peagle-request-id']}"
+            deadline = time.monotonic() + 10
+            while not cancelled_file.exists():
+                assert time.monotonic() < deadline, "the request is still in the engine"
                 time.sleep(0.05)
 
 
@@ -123,8 +123,8 @@ def send_stream(url):
 
 
 def wait_for_load(http, *, num_requests_under_way):
-    until = time.monotonic() + 30
-    while time.monotonic() < until:
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
         load = http.get("/v1/live").raise_for_status().json()["load"]["m"]
         if load["num_requests_under_way"] == num_requests_under_way:
             return load

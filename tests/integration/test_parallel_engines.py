@@ -46,19 +46,19 @@ def generate(peagle, chat_target, write_jsonl, tmp_path):
 
     def start(*flags, repeats=1):
         corpus, output = write_jsonl([{"prompt": prompt} for prompt in PROMPTS] * repeats), tmp_path / "run"
-        run = peagle(
+        process = peagle(
             "generate", "--model", chat_target, "--drafter", "none", "--precision", "float32", "--input", corpus,
             "--output", output, "--max-tokens", NUM_TOKENS, "--max-model-len", 64, "--max-num-seqs", 4, "--ignore-eos",
             "--kv-cache-gib", 0.1, "--usd-per-hour", 1, *flags,
         )  # fmt: skip
-        return run, output
+        return process, output
 
     return start
 
 
-def require_answers(run, output, expected):
-    stdout = run.communicate()[0]
-    assert run.returncode == 0, stdout
+def require_answers(process, output, expected):
+    stdout = process.communicate()[0]
+    assert process.returncode == 0, stdout
     rows = ds.dataset(output / "data", format="parquet").to_table().sort_by("id").to_pylist()
     assert {row["num_output_tokens"] for row in rows} == {NUM_TOKENS}
     assert [row["response"].replace(" ", "") for row in rows] == [text.replace(" ", "") for text in expected]
@@ -93,20 +93,20 @@ def wait_until_engines_end(output):
 
 @pytest.mark.parametrize("flags", [("--tensor-parallel-size", 2, "--enforce-eager"), ("--pipeline-parallel-size", 2)])
 def test_answers_of_two_ranks_on_two_nodes_equal_those_of_the_target(two_nodes, generate, expected_answers, flags):
-    run, output = generate("--nodes-per-engine", 2, *flags)
-    require_answers(run, output, expected_answers)
+    process, output = generate("--nodes-per-engine", 2, *flags)
+    require_answers(process, output, expected_answers)
     assert len(list((output / "logs").glob("engine-*-node-1.log"))) == 1
     wait_until_engines_end(output)
 
 
 def test_engine_is_replaced_on_both_nodes_after_its_follower_is_killed(two_nodes, generate, expected_answers):
     flags = ("--tensor-parallel-size", 2, "--enforce-eager", "--rows-per-unit", 2)
-    run, output = generate("--nodes-per-engine", 2, *flags, repeats=20)
+    process, output = generate("--nodes-per-engine", 2, *flags, repeats=20)
     while not list((output / "data").glob("*.parquet")):
-        assert run.poll() is None, run.communicate()[0]
+        assert process.poll() is None, process.communicate()[0]
         time.sleep(0.1)
     (follower,) = follower_processes(output)
     assert processes.kill(follower)
-    require_answers(run, output, expected_answers * 20)
+    require_answers(process, output, expected_answers * 20)
     assert len(list((output / "logs").glob("engine-*-node-1.log"))) == 2
     wait_until_engines_end(output)

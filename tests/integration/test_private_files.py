@@ -29,16 +29,16 @@ pytestmark = pytest.mark.timeout(2 * START_S)
 
 @pytest.fixture(autouse=True)
 def shared_tmp(tmp_path, monkeypatch):
-    """Clear the umask, check_requests a home without a token, and yield a temporary folder that is world-writable."""
+    """Clear the umask, use a home without a token, and yield a temporary folder that is world-writable."""
     shared = Path("/tmp") / f"shared-{os.getpid()}"  # short, because paths of Ray's sockets have a maximum length
     shared.mkdir()
     shared.chmod(0o1777)
     monkeypatch.setenv("TMPDIR", str(shared))
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / "home").mkdir()
-    before = os.umask(0)
+    previous_umask = os.umask(0)
     yield shared
-    os.umask(before)
+    os.umask(previous_umask)
     subprocess.run(["rm", "-rf", shared], check=True)
 
 
@@ -78,7 +78,7 @@ def test_files_of_a_run_are_private(shared_tmp, write_jsonl, tmp_path):
 
 
 @pytest.fixture
-def certificate(tmp_path):
+def cert_and_key(tmp_path):
     """A certificate for this machine's address, and its private key."""
     certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
@@ -88,19 +88,19 @@ def certificate(tmp_path):
     return certificate, key
 
 
-def test_endpoint_is_private_and_uses_https(shared_tmp, certificate, tmp_path):
+def test_endpoint_is_private_and_uses_https(shared_tmp, cert_and_key, tmp_path):
     key, record = new_key("alice")
     keys, folder = tmp_path / "keys.json", tmp_path / "made"
     write_keys(keys, [record])
     flags = [*Size(min_replicas=1, max_replicas=1).flags(), "--batches", str(folder / "batches"), "--log-prompts"]
     flags += ["--host", "0.0.0.0", "--keys", str(keys)]
-    flags += ["--tls-cert", str(certificate[0]), "--tls-key", str(certificate[1])]
+    flags += ["--tls-cert", str(cert_and_key[0]), "--tls-key", str(cert_and_key[1])]
     endpoint = Endpoint(folder, flags)
     port = int(endpoint.url.rpartition(":")[2])
     endpoint.url = f"https://0.0.0.0:{port}"
     try:
         endpoint.wait_until_up(START_S)
-        check_requests(f"https://{own_address()}:{port}", key, ssl.create_default_context(cafile=certificate[0]))
+        check_requests(f"https://{own_address()}:{port}", key, ssl.create_default_context(cafile=cert_and_key[0]))
         other_ports = reachable_ports(endpoint.process.pid) - {port}
         # Serve's replicas listen on all addresses, but must require Ray's token.
         assert {port_protection(own_address(), other_port) for other_port in other_ports} <= {"token"}
@@ -112,22 +112,22 @@ def test_endpoint_is_private_and_uses_https(shared_tmp, certificate, tmp_path):
     check_shared_folders_are_private(shared_tmp)
 
 
-def check_requests(url, key, trusted):
-    """Send a request, a stream and a batch. `trusted` is an SSL context that trusts the certificate."""
+def check_requests(url, key, ssl_context):
+    """Send a request, a stream and a batch. `ssl_context` trusts the certificate."""
     body = {"model": MODEL, "messages": [{"role": "user", "content": "secret"}], "max_tokens": 4}
     with pytest.raises(httpx.ConnectError, match="certificate verify failed"):
         httpx.get(f"{url}/health")  # the default trust store does not have the certificate
     with pytest.raises(httpx.RemoteProtocolError):
         httpx.get(f"{url.replace('https', 'http')}/health")
     with httpx.stream(
-        "POST", f"{url}/v1/chat/completions", json=body | {"stream": True}, verify=trusted, timeout=60,
+        "POST", f"{url}/v1/chat/completions", json=body | {"stream": True}, verify=ssl_context, timeout=60,
         headers={"authorization": f"Bearer {key}"},
     ) as answer:  # fmt: skip
         *events, last = (line for line in answer.iter_lines() if line)
     assert json.loads(events[0].removeprefix("data: "))["object"] == "chat.completion.chunk"
     assert last == "data: [DONE]"
     line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
-    http = httpx.Client(verify=trusted)
+    http = httpx.Client(verify=ssl_context)
     with openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=2, http_client=http) as client:
         assert client.chat.completions.create(**body).usage.completion_tokens == 4
         file = client.files.create(file=("input.jsonl", json.dumps(line).encode()), purpose="batch")

@@ -41,13 +41,13 @@ def job_server():
 
     Its ports are not Ray's defaults, because the cluster of the `ray_cluster` fixture might use those.
     """
-    port, dashboard, agent = free_port(), free_port(), free_port()
+    port, dashboard_port, agent_port = free_port(), free_port(), free_port()
     head = subprocess.Popen(
         [RAY, "start", "--head", "--block", f"--port={port}", "--num-cpus=4", "--include-dashboard=true",
-         f"--dashboard-port={dashboard}", f"--dashboard-agent-listen-port={agent}", "--disable-usage-stats"],
+         f"--dashboard-port={dashboard_port}", f"--dashboard-agent-listen-port={agent_port}", "--disable-usage-stats"],
         env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
-    address = f"http://127.0.0.1:{dashboard}"
+    address = f"http://127.0.0.1:{dashboard_port}"
     deadline = time.monotonic() + 120
     while not is_up(f"{address}/api/version"):
         assert head.poll() is None, head.stdout.read()
@@ -87,7 +87,7 @@ def test_submitted_training_runs_on_the_cluster(job_server, chat_target, write_j
 
 
 @pytest.fixture
-def kuberay_job(job_server, write_jsonl, tmp_path):
+def submit_like_kuberay(job_server, write_jsonl, tmp_path):
     """Return a function that submits a run like KubeRay, with the files of `peagle deploy kuberay` in the head's pod.
 
     The function returns a function that waits until the job ends, and returns its output.
@@ -123,14 +123,14 @@ def kuberay_job(job_server, write_jsonl, tmp_path):
     return submit
 
 
-def test_bad_configuration_stops_the_kuberay_job(kuberay_job, tmp_path):
-    assert "Job 'bad' was stopped" in kuberay_job("bad", temprature=1)()
+def test_bad_configuration_stops_the_kuberay_job(submit_like_kuberay, tmp_path):
+    assert "Job 'bad' was stopped" in submit_like_kuberay("bad", temprature=1)()
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.soak
-def test_run_of_an_evicted_pod_commits_units_and_is_retried(kuberay_job, tmp_path):
-    wait_until_ended = kuberay_job("evicted", fake='{"token_s": 0.05}', max_num_seqs=1, max_tokens=10)
+def test_run_of_an_evicted_pod_commits_units_and_is_retried(submit_like_kuberay, tmp_path):
+    wait_until_ended = submit_like_kuberay("evicted", fake='{"token_s": 0.05}', max_num_seqs=1, max_tokens=10)
     run = RunDirectory(tmp_path / "run")
     while not (run.exists and run.committed()):
         time.sleep(0.5)
@@ -139,5 +139,5 @@ def test_run_of_an_evicted_pod_commits_units_and_is_retried(kuberay_job, tmp_pat
     assert "Job 'evicted' failed" in message
     assert "exit code 3" in message
     assert 0 < len(run.committed()) < 40
-    assert "Job 'retried' succeeded" in kuberay_job("retried", max_num_seqs=1, max_tokens=10)()
+    assert "Job 'retried' succeeded" in submit_like_kuberay("retried", max_num_seqs=1, max_tokens=10)()
     assert len(run.committed()) == 40

@@ -59,12 +59,12 @@ def wait_for(failure, condition, *, limit_s=180):
     return time.monotonic() - started_at
 
 
-def start(jobs, name, job, *flags, num_units=8):
+def start_run(jobs, name, job, *flags, num_units=8):
     """Submit a run, and wait until it has committed `num_units` more units."""
     run = RunDirectory(job.output)
-    before = len(run.committed()) if run.exists else 0
+    num_before = len(run.committed()) if run.exists else 0
     jobs.submit("--no-wait", "--submission-id", name, *flags, "--", *job.command())
-    took_s = wait_for(f"{name} commits nothing", lambda: run.exists and len(run.committed()) >= before + num_units)
+    took_s = wait_for(f"{name} commits nothing", lambda: run.exists and len(run.committed()) >= num_before + num_units)
     _log.info(f"{name}: {num_units} units after {took_s:.1f} s")
     return run
 
@@ -77,7 +77,7 @@ def require_complete(job):
 
 def test_stopped_job_can_be_continued(cluster, bulk_job):
     _, jobs = cluster
-    run = start(jobs, "stopped", bulk_job)
+    run = start_run(jobs, "stopped", bulk_job)
     started_at = time.monotonic()
     jobs.call("stop", "stopped")
     _log.info(f"`ray job stop` returned after {time.monotonic() - started_at:.1f} s")
@@ -95,7 +95,7 @@ def test_stopped_job_can_be_continued(cluster, bulk_job):
 
 def test_nodes_can_leave_and_join(cluster, bulk_job):
     nodes, jobs = cluster
-    run = start(jobs, "moved", bulk_job)
+    run = start_run(jobs, "moved", bulk_job)
     wait_for("a node has no engine", lambda: nodes.node_numbers_of(processes.actors(bulk_job.output)) == [0, 1])
     nodes.kill_node(0)
     num_committed = len(run.committed())
@@ -113,7 +113,7 @@ def test_nodes_can_leave_and_join(cluster, bulk_job):
 
 def test_job_can_be_continued_after_the_head_is_lost(cluster, bulk_job):
     nodes, jobs = cluster
-    run = start(jobs, "lost", bulk_job)
+    run = start_run(jobs, "lost", bulk_job)
     nodes.replace_head()
     took_s = wait_for("nodes did not end with their head", lambda: not nodes.num_running())
     _log.info(f"the nodes had ended {took_s:.1f} s after the new head was up")
@@ -163,7 +163,7 @@ def test_benchmark_runs_on_a_node_with_cpus(cluster, embedded_target, tmp_path):
         "output": str(output),
     }  # fmt: skip
     config = write_config(tmp_path / "bench.yaml", settings)
-    # Without it, the driver and its engine would run on the head, which has no CPUs.
+    # Without this option, the driver and its engine would run on the head, which has no CPUs.
     command = ["--entrypoint-num-cpus", "1", "--", sys.executable, "-m", "jobs.bench", "--config", config]
     run_job(jobs, "bench", *command)
     none, drafted = json.loads((output / "report.json").read_text())["cells"]

@@ -16,7 +16,7 @@ from pipelines.online.replica.lending import IdleSlots
 from pipelines.online.replica.relay import Pace
 from pipelines.online.wire import events
 
-HIDDEN = "the engine cannot process this request: a field has an unexpected value"
+HIDDEN_MESSAGE = "the engine cannot process this request: a field has an unexpected value"
 ENGINE = EngineFacts(model="m", drafter=None, num_devices=1, device="vcpu", usd_per_device_s=0.01)
 TOKEN = [f"data: {json.dumps({'choices': [{'index': 0, 'text': 'x'}]})}\n\n"]
 
@@ -68,7 +68,7 @@ def collect_answer(replica, monkeypatch):
     return read
 
 
-def test_stream_is_interrupted_and_free_if_the_engine_dies(collect_answer, tmp_path):
+def test_stream_is_interrupted_and_not_charged_if_the_engine_dies(collect_answer, tmp_path):
     from vllm.v1.engine.exceptions import EngineDeadError
 
     answer, failure = [], [f"data: {json.dumps({'error': {'message': 'secret', 'code': 500}})}\n\n", "data: [DONE]\n\n"]
@@ -91,10 +91,10 @@ def test_python_errors_have_vllms_status_without_their_text(collect_answer, tmp_
     collect_answer(answer := [], error=error)
     end, refusal = answer
     assert (end.text, end.reported["usage"]["completion_tokens"]) == ("", 0)
-    assert (refusal.error.code, refusal.error.type, refusal.error.message) == (code, kind, HIDDEN)
+    assert (refusal.error.code, refusal.error.type, refusal.error.message) == (code, kind, HIDDEN_MESSAGE)
     assert [request.outcome for request in RequestReader(tmp_path / "ledger").new()] == ["failed"]
     raised = OpenAIHTTPException(code, refusal.error.message, kind)  # what Ray's ingress raises
-    assert (from_exception(raised).status, from_exception(raised).message) == (code, HIDDEN)
+    assert (from_exception(raised).status, from_exception(raised).message) == (code, HIDDEN_MESSAGE)
 
 
 @pytest.mark.parametrize(("items", "error"), [([], RuntimeError("boom")), ([TOKEN], TypeError("late"))])

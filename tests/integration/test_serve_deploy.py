@@ -32,11 +32,12 @@ def environment():
 
 
 @pytest.fixture
-def cluster(environment, tmp_path):
-    """A Ray node. Yields its address and the address of its dashboard."""
-    port, dashboard = free_port(), free_port()
+def addresses(environment, tmp_path):
+    """Start a Ray node. Yields its address and the address of its dashboard."""
+    port, dashboard_port = free_port(), free_port()
     command = [
-        BIN / "ray", "start", "--head", "--block", f"--port={port}", "--num-cpus=4", f"--dashboard-port={dashboard}",
+        BIN / "ray", "start", "--head", "--block", f"--port={port}", "--num-cpus=4",
+        f"--dashboard-port={dashboard_port}",
         "--min-worker-port=0", "--max-worker-port=0", f"--dashboard-agent-listen-port={free_port()}",
         "--object-store-memory=100000000", "--disable-usage-stats",
     ]  # fmt: skip
@@ -49,14 +50,14 @@ def cluster(environment, tmp_path):
             if node.poll() is not None or time.monotonic() > deadline:
                 raise TimeoutError(log.read_text(errors="replace")[-2000:])
             time.sleep(0.2)
-        yield f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}"
+        yield f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard_port}"
     finally:
         kill(*descendants(node.pid), node.pid)
         node.wait()
 
 
 @pytest.fixture
-def config(tmp_path):
+def config_and_url(tmp_path):
     """A copy of deploy/serve.yaml with another port and other models, and the URL of the API."""
     content, port = yaml.safe_load((ROOT / "deploy" / "serve.yaml").read_text()), free_port()
     content["http_options"]["port"] = port
@@ -86,20 +87,20 @@ def num_output_tokens(url):
         }
 
 
-def test_serve_deploy_starts_the_endpoint(cluster, environment, config):
-    path, url = config
-    command = [BIN / "serve", "deploy", path, "--address", cluster[1]]
+def test_serve_deploy_starts_the_endpoint(addresses, environment, config_and_url):
+    path, url = config_and_url
+    command = [BIN / "serve", "deploy", path, "--address", addresses[1]]
     result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     assert num_output_tokens(url) == {"one": 4, "other": 4}
 
 
-def test_serve_run_stops_with_ctrl_c(cluster, environment, config, tmp_path):
-    path, url = config
+def test_serve_run_stops_with_ctrl_c(addresses, environment, config_and_url, tmp_path):
+    path, url = config_and_url
     log_file = tmp_path / "run.log"
     with log_file.open("wb") as sink:
         process = subprocess.Popen(
-            [BIN / "serve", "run", path, "--address", cluster[0]], env=environment, cwd=ROOT, stdout=sink, stderr=sink
+            [BIN / "serve", "run", path, "--address", addresses[0]], env=environment, cwd=ROOT, stdout=sink, stderr=sink
         )
     try:
         assert num_output_tokens(url) == {"one": 4, "other": 4}, log_file.read_text()[-2000:]

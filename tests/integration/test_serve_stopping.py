@@ -53,9 +53,9 @@ def stop_during_stream(process, url):
 def test_running_stream_finishes_during_shutdown(start_endpoint):
     process, url = start_endpoint(drain_s=60)
     with stop_during_stream(process, url) as (first, lines):
-        until = time.monotonic() + 5
+        deadline = time.monotonic() + 5
         while (refused := httpx.get(f"{url}/models")).status_code == 200:
-            assert time.monotonic() < until
+            assert time.monotonic() < deadline
             time.sleep(0.1)
         all_lines = [first, *lines]
     assert refused.status_code == 503  # OpenAI's client retries it after the time in Retry-After

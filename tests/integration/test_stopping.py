@@ -49,7 +49,7 @@ SOAK = pytest.mark.soak
 
 
 @pytest.mark.parametrize(
-    ("number", "signals_group"),
+    ("signal_number", "signals_group"),
     [
         (signal.SIGINT, True),
         pytest.param(signal.SIGINT, False, marks=SOAK),
@@ -59,17 +59,17 @@ SOAK = pytest.mark.soak
     ],
 )
 def test_stopped_run_continues_with_the_same_command(
-    peagle, leftover_processes, arguments, tmp_path, number, signals_group
+    peagle, leftover_processes, arguments, tmp_path, signal_number, signals_group
 ):
     run = RunDirectory(tmp_path / "run")
     first = peagle(*arguments)
     wait_for_units(run, first, 3)
     if signals_group:  # Ctrl-C in a terminal and `timeout` signal the whole process group
-        os.killpg(first.pid, number)
+        os.killpg(first.pid, signal_number)
         time.sleep(0.2)
-    first.send_signal(number)
+    first.send_signal(signal_number)
     output, _ = first.communicate(timeout=120)
-    if number == signal.SIGKILL:
+    if signal_number == signal.SIGKILL:
         assert first.returncode == -signal.SIGKILL
     else:
         assert first.returncode == 3, output

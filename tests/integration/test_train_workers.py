@@ -22,7 +22,7 @@ NUM_STEPS = 24
 
 
 @pytest.fixture
-def config(chat_target, write_jsonl):
+def make_config(chat_target, write_jsonl):
     responses = write_jsonl(
         [{"id": str(i), "prompt": f"count to {i}", "response": "1 2 3 " * (i % 7 + 2)} for i in range(40)]
     )
@@ -47,10 +47,10 @@ def curve(output):
     return [json.loads(line) for line in (output / "training" / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_two_workers_have_the_same_losses_as_one_process(ray_cluster, config, tmp_path):
+def test_two_workers_have_the_same_losses_as_one_process(ray_cluster, make_config, tmp_path):
     steps, sigint_handler = [], signal.getsignal(signal.SIGINT)
-    single = train_head(config(tmp_path / "single"), Listener())
-    two_workers = train_on_workers(config(tmp_path / "two-workers", workers=2), Listener(step=steps.append))
+    single = train_head(make_config(tmp_path / "single"), Listener())
+    two_workers = train_on_workers(make_config(tmp_path / "two-workers", workers=2), Listener(step=steps.append))
 
     single_curve, two_workers_curve = curve(tmp_path / "single"), curve(tmp_path / "two-workers")
     assert len(single_curve) == len(two_workers_curve) >= NUM_STEPS - 4
@@ -66,19 +66,19 @@ def test_two_workers_have_the_same_losses_as_one_process(ray_cluster, config, tm
 
 
 @pytest.mark.soak
-def test_non_finite_loss_stops_the_workers_and_saves_a_head(ray_cluster, config, tmp_path):
-    train_head(config(tmp_path, time_budget_s=1e-9), Listener())
+def test_non_finite_loss_stops_the_workers_and_saves_a_head(ray_cluster, make_config, tmp_path):
+    train_head(make_config(tmp_path, time_budget_s=1e-9), Listener())
     file = tmp_path / "training" / "checkpoint.pt"
     checkpoint = torch.load(file, weights_only=True)
     checkpoint["weights"]["norm.weight"].fill_(float("nan"))
     torch.save(checkpoint, file)
     mtime_ns = (tmp_path / "head" / "model.safetensors").stat().st_mtime_ns
     with pytest.raises(DivergedError, match="step 1: the loss is not finite"):
-        train_on_workers(config(tmp_path, workers=2), Listener())
+        train_on_workers(make_config(tmp_path, workers=2), Listener())
     assert (tmp_path / "head" / "model.safetensors").stat().st_mtime_ns > mtime_ns
 
 
-def train_workers(ancestor=None):
+def train_worker_pids(ancestor=None):
     """Return the process ids of the Ray Train workers that descend from a process (default: this process)."""
     listing = subprocess.run(["ps", "-eo", "pid=,ppid=,args="], capture_output=True, text=True, check=True).stdout
     processes = {
@@ -92,8 +92,8 @@ def train_workers(ancestor=None):
 
 
 @pytest.mark.soak
-def test_interrupt_ends_training_and_workers(config, tmp_path):
-    output, run = tmp_path / "cut", config(tmp_path / "cut", workers=2, epochs=400)
+def test_interrupt_ends_training_and_workers(make_config, tmp_path):
+    output, run = tmp_path / "cut", make_config(tmp_path / "cut", workers=2, epochs=400)
     settings = tmp_path / "train.yaml"
     settings.write_text(yaml.safe_dump(run.model_dump(mode="json", exclude_unset=True)))
     command = [sys.executable, "-m", "jobs.train", "--config", str(settings)]
@@ -104,7 +104,7 @@ def test_interrupt_ends_training_and_workers(config, tmp_path):
             while not (metrics.exists() and metrics.read_bytes()):
                 assert process.poll() is None, (tmp_path / "output").read_text()
                 time.sleep(0.2)
-            workers = train_workers(ancestor=process.pid)
+            workers = train_worker_pids(ancestor=process.pid)
             process.send_signal(signal.SIGINT)
             assert process.wait(60) == 3
         finally:
@@ -116,21 +116,21 @@ def test_interrupt_ends_training_and_workers(config, tmp_path):
 
 
 @pytest.mark.soak
-def test_training_continues_with_more_workers_and_after_a_killed_worker(ray_cluster, config, tmp_path):
-    killed = []
+def test_training_continues_with_more_workers_and_after_a_killed_worker(ray_cluster, make_config, tmp_path):
+    killed_pids = []
 
     def kill(progress):
-        if not killed:
-            killed.append(train_workers()[0])
-            os.kill(killed[0], signal.SIGKILL)
+        if not killed_pids:
+            killed_pids.append(train_worker_pids()[0])
+            os.kill(killed_pids[0], signal.SIGKILL)
 
     changes = {"epochs": 25}
-    train_head(config(tmp_path / "whole", **changes), Listener())
-    train_head(config(tmp_path / "cut", time_budget_s=1e-9, **changes), Listener())  # a checkpoint to resume from
-    result = train_on_workers(config(tmp_path / "cut", workers=2, **changes), Listener(step=kill))
-    assert killed
-    assert killed[0] not in train_workers()
+    train_head(make_config(tmp_path / "uninterrupted", **changes), Listener())
+    train_head(make_config(tmp_path / "cut", time_budget_s=1e-9, **changes), Listener())  # a checkpoint to resume from
+    result = train_on_workers(make_config(tmp_path / "cut", workers=2, **changes), Listener(step=kill))
+    assert killed_pids
+    assert killed_pids[0] not in train_worker_pids()
     assert result["finished"]
-    whole, cut = curve(tmp_path / "whole"), curve(tmp_path / "cut")
-    assert [line["step"] for line in cut] == [line["step"] for line in whole]
-    assert [line["loss"] for line in cut] == pytest.approx([line["loss"] for line in whole], abs=1e-4)
+    uninterrupted, cut = curve(tmp_path / "uninterrupted"), curve(tmp_path / "cut")
+    assert [line["step"] for line in cut] == [line["step"] for line in uninterrupted]
+    assert [line["loss"] for line in cut] == pytest.approx([line["loss"] for line in uninterrupted], abs=1e-4)

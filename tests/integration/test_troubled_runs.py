@@ -55,12 +55,12 @@ def test_timed_out_rows_are_dead_letters_and_can_be_retried(write_jsonl, tmp_pat
     flags = ["--rows-per-unit", 2, "--output-format", "jsonl"]
     assert generate(corpus, output, *flags, "--fake", '{"token_s": 0.4}', "--row-timeout-s", 1) == 0
     assert outcomes(output) == {n: "done" if n % 3 else "time_limit" for n in range(9)}
-    before = {path: path.stat().st_mtime_ns for path in (output / "data").iterdir()}
+    mtimes_before = {path: path.stat().st_mtime_ns for path in (output / "data").iterdir()}
 
     assert generate(corpus, output, *flags, "--retry-failed") == 0
     assert "failed rows to retry: 3" in capsys.readouterr().out
     assert outcomes(output) == dict.fromkeys(range(9), "done")
-    assert {path: path.stat().st_mtime_ns for path in before} == before
+    assert {path: path.stat().st_mtime_ns for path in mtimes_before} == mtimes_before
     exported = ds.dataset(output / "export" / "jsonl" / "output.jsonl", format="json").to_table()
     assert exported.column("prompt").to_pylist() == [str(n) for n in range(9)]
     assert generate(corpus, output, *flags, "--retry-failed") == 0

@@ -25,7 +25,7 @@ CONCURRENCIES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 def grid(card: Card, concurrency: Sequence[int]) -> list[dict[str, Any]]:
     """Return the cells of a card: every model, and 16-bit models also in INT8 if the card supports it.
 
-    A cell's `options` are further keys of `peagle generate`.
+    A cell's `options` are additional options of `peagle generate`.
     """
     models = [(model.name, {}) for model in load_catalog()]
     if card.hardware.supports_int8:

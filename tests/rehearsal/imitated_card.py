@@ -25,7 +25,7 @@ _ABSENT_OPS = (
     "cutlass_scaled_mm_supports_fp4",
     "cutlass_group_gemm_supported",
 )
-# FlashInfer is a dependency of the CUDA build. vLLM imports its FlashInfer back end to query what that supports.
+# FlashInfer is a dependency of the CUDA build. vLLM imports its FlashInfer back end to query its features.
 _FLASHINFER = ("flashinfer", "flashinfer.decode", "flashinfer.prefill", "flashinfer.utils")
 _libraries: list[Any] = []
 

@@ -2,7 +2,7 @@
 
 The page's code blocks run in bash, with `python3` replaced by a function that records its arguments. The scripts that
 they would start then list their benchmarks, trainings and commands. Their engines are rehearsed like those of the grid,
-and trainings are checked as far as that is possible without the card.
+and trainings are checked as far as possible without the card.
 """
 
 import argparse

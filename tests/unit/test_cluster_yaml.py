@@ -40,7 +40,7 @@ def test_gpu_workers_are_autoscaled(cluster):
     assert types["engines"]["max_workers"] == cluster["max_workers"] == 1
 
 
-def test_price_of_the_job_is_that_of_the_machines(cluster, job):
+def test_job_has_the_price_of_the_machines(cluster, job):
     hardware, _ = configured_or_local_machine(job, job.accelerator_type, num_accelerators=1)
     price = resolve_price(job, hardware)
     node = cluster["available_node_types"]["engines"]

@@ -70,7 +70,7 @@ def test_non_finite_weights_are_refused(bad: float) -> None:
         ("adapter.weight", (4, 4), "no quantised layer of that name"),
     ],
 )
-def test_reason_to_keep_a_weight(name: str, shape: tuple[int, ...], reason: str | None) -> None:
+def test_reason_to_keep_depends_on_name_and_shape(name: str, shape: tuple[int, ...], reason: str | None) -> None:
     result = reason_to_keep(name, torch.zeros(shape), keep=())
     assert result is None if reason is None else reason in str(result)
 

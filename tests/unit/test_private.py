@@ -14,44 +14,44 @@ from peagle.private import require_short_sockets, restrict_new_files, temporary_
 
 
 @pytest.fixture
-def shared(tmp_path, monkeypatch):
+def shared_folder(tmp_path, monkeypatch):
     """A world-writable folder for temporary files, and a permissive umask."""
     folder = tmp_path / "shared"
     folder.mkdir()
     folder.chmod(0o1777)
     monkeypatch.setenv("TMPDIR", str(folder))
     monkeypatch.setattr(tempfile, "tempdir", None)
-    before = os.umask(0)
+    previous_umask = os.umask(0)
     yield folder
-    os.umask(before)
+    os.umask(previous_umask)
 
 
 def mode(path):
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_temporary_folder_is_private(shared):
+def test_temporary_folder_is_private(shared_folder):
     folder = temporary_folder()
-    assert folder == shared / f"peagle-{os.geteuid()}"
+    assert folder == shared_folder / f"peagle-{os.geteuid()}"
     assert temporary_folder("slots") == folder / "slots"
     assert [mode(folder), mode(folder / "slots")] == [0o700, 0o700]
 
 
-def test_private_tmpdir_is_used(shared):
-    shared.chmod(0o700)
-    assert temporary_folder() == shared
+def test_private_tmpdir_is_used(shared_folder):
+    shared_folder.chmod(0o700)
+    assert temporary_folder() == shared_folder
 
 
-def test_readable_folder_is_made_private(shared):
-    folder = shared / f"peagle-{os.geteuid()}"
+def test_readable_folder_is_made_private(shared_folder):
+    folder = shared_folder / f"peagle-{os.geteuid()}"
     folder.mkdir(mode=0o777)
     temporary_folder()
     assert mode(folder) == 0o700
 
 
 @pytest.mark.parametrize("kind", ["link to a folder", "link to nothing", "file"])
-def test_foreign_temporary_folder_is_refused_and_not_followed(shared, tmp_path, kind):
-    target, name = tmp_path / "target", shared / f"peagle-{os.geteuid()}"
+def test_foreign_temporary_folder_is_refused_and_not_followed(shared_folder, tmp_path, kind):
+    target, name = tmp_path / "target", shared_folder / f"peagle-{os.geteuid()}"
     if kind == "file":
         name.touch()
     else:
@@ -64,8 +64,8 @@ def test_foreign_temporary_folder_is_refused_and_not_followed(shared, tmp_path, 
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can change the owner of a folder")
-def test_folder_of_another_user_is_refused(shared):
-    name = shared / f"peagle-{os.geteuid()}"
+def test_folder_of_another_user_is_refused(shared_folder):
+    name = shared_folder / f"peagle-{os.geteuid()}"
     name.mkdir(mode=0o777)
     os.chown(name, 12345, 12345)
     with pytest.raises(ConfigError, match=r"belongs to another user \(uid 12345\)"):
@@ -74,26 +74,26 @@ def test_folder_of_another_user_is_refused(shared):
 
 
 @pytest.mark.parametrize(
-    ("before", "file", "folder"), [(0o000, 0o660, 0o770), (0o022, 0o640, 0o750), (0o077, 0o600, 0o700)]
+    ("umask", "file_mode", "folder_mode"), [(0o000, 0o660, 0o770), (0o022, 0o640, 0o750), (0o077, 0o600, 0o700)]
 )
-def test_keep_private_respects_umask_for_group(shared, tmp_path, before, file, folder):
-    os.umask(before)
+def test_restricted_files_respect_the_umask_for_the_group(shared_folder, tmp_path, umask, file_mode, folder_mode):
+    os.umask(umask)
     restrict_new_files()
     restrict_new_files()  # has no effect, because a command and its actor can run in the same process
     (tmp_path / "file").touch()
     (tmp_path / "folder").mkdir()
-    assert (mode(tmp_path / "file"), mode(tmp_path / "folder")) == (file, folder)
+    assert (mode(tmp_path / "file"), mode(tmp_path / "folder")) == (file_mode, folder_mode)
 
 
-def test_keep_private_applies_to_children(shared):
+def test_restriction_of_new_files_applies_to_children(shared_folder):
     restrict_new_files()
     code = "import os, tempfile; print(tempfile.gettempdir(), oct(os.umask(0)))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.split() == [str(shared / f"peagle-{os.geteuid()}"), "0o7"]
+    assert result.stdout.split() == [str(shared_folder / f"peagle-{os.geteuid()}"), "0o7"]
 
 
 @pytest.mark.parametrize("write", [write_atomic, write_once])
-def test_secret_is_private_while_written(shared, tmp_path, monkeypatch, write):
+def test_secret_is_private_while_written(shared_folder, tmp_path, monkeypatch, write):
     modes, fsync = [], os.fsync
 
     def recording_fsync(descriptor):
@@ -107,7 +107,7 @@ def test_secret_is_private_while_written(shared, tmp_path, monkeypatch, write):
     assert mode(tmp_path / "keys.json") == 0o600
 
 
-def test_command_writes_private_files(shared, tmp_path):
+def test_command_writes_private_files(shared_folder, tmp_path):
     """The umask is permissive, so the command must restrict access."""
     root = Path(__file__).parents[2]
     keys, result = tmp_path / "keys" / "keys.json", tmp_path / "results" / "result.json"

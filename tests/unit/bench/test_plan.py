@@ -72,15 +72,15 @@ def make_bench_plan(target, hardware=CPU, **options):
 
 def test_every_method_and_k_has_an_engine(target, write_head_folder):
     drafters = [f"peagle={write_head_folder()}", f"eagle3={write_head_folder('eagle3')}"]
-    planned = make_bench_plan(
+    setups = make_bench_plan(
         target, methods="none,peagle,eagle3,ngram", drafter=drafters, num_speculative_tokens="2,4"
     ).setups
-    assert [setup.label for setup in planned] == [
+    assert [setup.label for setup in setups] == [
         "no speculation", "P-EAGLE K=2", "P-EAGLE K=4", "EAGLE-3 K=2", "EAGLE-3 K=4", "n-gram K=2", "n-gram K=4",
     ]  # fmt: skip
-    assert planned[2].drafter == DrafterSpec(method="peagle", model=str(write_head_folder()), num_speculative_tokens=4)
-    assert planned[5].drafter == DrafterSpec(method="ngram", model="", num_speculative_tokens=2)
-    assert (planned[1].fingerprint, planned[1].head) == (planned[2].fingerprint, "peagle")
+    assert setups[2].drafter == DrafterSpec(method="peagle", model=str(write_head_folder()), num_speculative_tokens=4)
+    assert setups[5].drafter == DrafterSpec(method="ngram", model="", num_speculative_tokens=2)
+    assert (setups[1].fingerprint, setups[1].head) == (setups[2].fingerprint, "peagle")
 
 
 def test_head_of_another_method_is_refused(target, write_head_folder):
@@ -94,8 +94,8 @@ def test_synthetic_acceptance_must_cover_every_drafter(target, write_head_folder
         "drafter": f"peagle={write_head_folder()}",
         "num_speculative_tokens": "2",
     }
-    planned = make_bench_plan(target, TWO_GPUS, **options, synthetic_acceptance=["peagle=2.5", "ngram=0.5,0.1"]).setups
-    assert [setup.drafter.synthetic_rates for setup in planned if setup.drafter] == [(1.0, 0.5), (0.5, 0.1)]
+    setups = make_bench_plan(target, TWO_GPUS, **options, synthetic_acceptance=["peagle=2.5", "ngram=0.5,0.1"]).setups
+    assert [setup.drafter.synthetic_rates for setup in setups if setup.drafter] == [(1.0, 0.5), (0.5, 0.1)]
     with pytest.raises(ConfigError, match="has no value for n-gram K=2"):
         make_bench_plan(target, TWO_GPUS, **options, synthetic_acceptance="peagle=2.5")
     with pytest.raises(ConfigError, match="crashes on a CPU with --synthetic-acceptance"):
@@ -121,7 +121,7 @@ def test_token_slots_must_leave_room_for_prompts(target, write_head_folder):
         make_bench_plan(target, **options, max_num_batched_tokens=32)
 
 
-def test_price_is_that_of_the_devices_of_one_engine(target):
+def test_price_is_for_the_devices_of_one_engine(target):
     assert make_bench_plan(target, usd_per_hour=3.6).usd_per_s == pytest.approx(0.001)  # both CPUs
     assert make_bench_plan(target, TWO_GPUS, usd_per_hour=7.2).usd_per_s == pytest.approx(0.001)  # one of two GPUs
     assert make_bench_plan(target, TWO_GPUS, usd_per_hour=7.2, tensor_parallel_size=2).usd_per_s == pytest.approx(0.002)

@@ -100,14 +100,14 @@ def record_of(*generations, drafted):
     return make_record(planned_pass, prompts, pass_result, FakeEngine(), start_s=1.0, peak_memory_gib=None)
 
 
-def test_drafts_of_requests_are_used_rather_than_those_of_the_engine():
+def test_drafts_counted_by_requests_have_priority_over_engine_counts():
     responses = [make_generation(drafts(2, 1, 0)), make_generation(drafts(3, 3, 2)), make_generation(None), None]
     result = record_of(*responses, drafted=drafts(9, 9))
     assert result.speculation == drafts(5, 4, 2)
     assert (len(result.requests), result.num_refused, result.by_category["a"].num_responses) == (3, 1, 3)
 
 
-def test_drafts_of_the_engine_are_used_if_requests_have_none():
+def test_drafts_counted_by_the_engine_are_used_if_requests_have_none():
     result = record_of(make_generation(None), drafted=drafts(9, 4))
     assert (result.speculation, result.by_category) == (drafts(9, 4), {})
     assert record_of(make_generation(None), drafted=None).speculation == SpeculationStats.empty()

@@ -30,7 +30,7 @@ def target(tmp_path):
     return folder
 
 
-def published_head(folder, *, base_model=None, seed=0, **changes):
+def published_head(folder, *, base_model=None, **changes):
     """A P-EAGLE head in the hub's layout: plain Llama keys, a mask token, the whole vocabulary, own embeddings."""
     folder.mkdir(parents=True)
     config = {
@@ -45,13 +45,13 @@ def published_head(folder, *, base_model=None, seed=0, **changes):
     if base_model:
         (folder / "README.md").write_text(f"---\nbase_model: [{base_model}]\nlicense: mit\n---\n# Head\n")
     tensors = {f"layers.{layer}.self_attn.q_proj.weight": torch.zeros(HIDDEN, HIDDEN) for layer in range(4)}
-    tensors |= {"fc.weight": torch.full((HIDDEN, 3 * HIDDEN), float(seed)), "mask_hidden": torch.zeros(1, 3 * HIDDEN)}
+    tensors |= {"fc.weight": torch.zeros(HIDDEN, 3 * HIDDEN), "mask_hidden": torch.zeros(1, 3 * HIDDEN)}
     tensors |= {"embed_tokens.weight": torch.zeros(VOCABULARY, HIDDEN), "lm_head.weight": torch.zeros(64, HIDDEN)}
     save_file(tensors, folder / "model.safetensors")
     return folder
 
 
-def test_add_a_published_head_for_a_new_target(tmp_path, target, peagle_home):
+def test_published_head_is_added_for_a_new_target(tmp_path, target, peagle_home):
     head = published_head(tmp_path / "head", base_model=str(target))
     added = add_head(head)
     assert added.path == peagle_home / "models" / "my-llama.yaml"
@@ -78,18 +78,19 @@ def test_copied_head_does_not_need_its_source(tmp_path, target, peagle_home):
     assert local_drafter_path(f"/another/home/heads/{added.folder.name}") == str(added.folder)
 
 
-def test_a_catalog_target_keeps_its_card(peagle_home, shipped_head):
+def test_card_of_a_catalog_target_keeps_its_other_fields(peagle_home, shipped_head):
     before = load_catalog().get("smollm2-135m")
     added = add_head(shipped_head)  # its target is HuggingFaceTB/SmolLM2-135M-Instruct, in the catalog as smollm2-135m
     after = load_catalog().get("smollm2-135m")
     assert after == added.card
     assert added.replaced == "smollm2-135m-peagle"
     assert after.model_dump(exclude={"heads", "speculation"}) == before.model_dump(exclude={"heads", "speculation"})
-    cpu = [row for row in after.speculation if row.platform == "cpu"]
-    measured = [row for row in before.speculation if row.platform == "cpu"]
-    assert [row.max_concurrency for row in cpu] == [row.max_concurrency for row in measured]
-    assert {row.method for row in cpu} == {"peagle"}
-    assert cpu[0].source == f"not measured with this head; source for the previous head: {measured[0].source}"
+    cpu_rows = [row for row in after.speculation if row.platform == "cpu"]
+    earlier_rows = [row for row in before.speculation if row.platform == "cpu"]
+    assert [row.max_concurrency for row in cpu_rows] == [row.max_concurrency for row in earlier_rows]
+    assert {row.method for row in cpu_rows} == {"peagle"}
+    earlier_source = earlier_rows[0].source
+    assert cpu_rows[0].source == f"not measured with this head; source for the previous head: {earlier_source}"
     assert add_head(shipped_head).card.speculation == after.speculation  # the prefix is not repeated for a second head
 
 

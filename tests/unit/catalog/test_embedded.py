@@ -16,8 +16,8 @@ NAME = "smollm2-135m"
 GGUF = b"GGUF of a test"
 
 
-class Converter:
-    """Replaces the real conversion, which takes half a minute, and counts its runs."""
+class FakeConverter:
+    """Replaces the real converter, which takes half a minute, and counts its runs."""
 
     def __init__(self):
         self.num_runs = 0
@@ -56,7 +56,7 @@ def gguf(tmp_path, monkeypatch):
 
 @pytest.fixture
 def converter(gguf, monkeypatch):
-    converter = Converter()
+    converter = FakeConverter()
     monkeypatch.setattr(embedded, "_run_converter", converter)
     return converter
 

@@ -123,13 +123,13 @@ def test_failed_requests_are_retried(s3, model):
 
 
 @pytest.mark.parametrize("change", ["replaced", "deleted"])
-def test_a_file_replaced_during_a_fetch_is_an_error(s3, model, change):
+def test_a_file_changed_during_a_fetch_is_an_error(s3, model, change):
     stored = find_stored(URL)
-    at = storage_path(URL) / "model-1.safetensors"
+    path = storage_path(URL) / "model-1.safetensors"
     if change == "replaced":
-        write_atomic(at, b"y" * 256_000)
+        write_atomic(path, b"y" * 256_000)
     else:
-        at.unlink()
+        path.unlink()
     for read in (stored.fingerprint, lambda: fetch(stored, weights=True)):
         with pytest.raises(StorageError, match=f"model-1.safetensors: was {change} while it was read"):
             read()
@@ -151,7 +151,7 @@ def test_a_full_disk_is_an_error_before_fetching(s3, model, monkeypatch):
         ({"config.json"}, "has no config.json"),
         ({"model-2.safetensors"}, "names 1 missing files: model-2.safetensors"),
         ({"model-1.safetensors", "model-2.safetensors"}, "has no weights"),
-        (None, "contains no files, only these folders: original"),
+        (None, "contains no files, only these folders: original"),  # all files are removed
     ],
 )
 def test_incomplete_folders_are_refused(s3, model, removed, message):
@@ -163,13 +163,13 @@ def test_incomplete_folders_are_refused(s3, model, removed, message):
 
 
 @pytest.mark.parametrize(
-    ("url", "kind", "message"),
+    ("url", "error_class", "message"),
     [
         ("s3://bucket", ConfigError, "does not name a folder in a bucket"),
         ("s3://bucket/nothing/here", CatalogError, "contains no files"),
         ("s3://no-such-bucket/a", StorageError, "NoSuchBucket"),
     ],
 )
-def test_missing_folders_are_an_error(s3, url, kind, message):
-    with pytest.raises(kind, match=message):
+def test_missing_folders_are_an_error(s3, url, error_class, message):
+    with pytest.raises(error_class, match=message):
         find_stored(url)

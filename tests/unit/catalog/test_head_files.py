@@ -36,7 +36,7 @@ def hub_head(**changes):
     return head | changes
 
 
-def test_read_both_layouts():
+def test_heads_in_both_layouts_are_read():
     head = check_fit(library_head(), TARGET)
     assert (head.method, head.aux_layer_ids, head.num_speculative_tokens) == ("peagle", (2, 15, 29), 5)
     assert (head.num_layers, head.draft_vocab_size, head.default_k) == (1, 8192, 5)
@@ -67,7 +67,7 @@ def hub_block_head(**changes):
     return head | changes
 
 
-def test_heads_that_draft_blocks():
+def test_block_heads_are_read():
     head = check_fit(block_head(), TARGET)
     assert (head.method, head.aux_layer_ids, head.mask_token_id) == ("dflash", (2, 15, 29), 0)
     assert (head.max_k, head.default_k) == (7, 7)

@@ -156,7 +156,7 @@ def test_other_weights_of_a_folder_are_unchanged(target, tmp_path):
     before, after = load_file(target / "model.safetensors"), load_file(tmp_path / "model.safetensors")
     converted = {name for name, tensor in after.items() if tensor.dtype == torch.int8}
     assert converted == {name for name in before if name.endswith("_proj.weight")}
-    assert len(converted) == 4 * 7
+    assert len(converted) == 4 * 7  # four layers, each with seven linear layers
     assert after.keys() == before.keys() | {f"{name}_scale" for name in converted}
     assert all(torch.equal(after[name], before[name]) for name in before.keys() - converted)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -164,8 +164,8 @@ def test_other_weights_of_a_folder_are_unchanged(target, tmp_path):
     assert config == json.loads((target / "config.json").read_text())
     assert quantization["quant_method"] == "compressed-tensors"
     assert {"model.embed_tokens", "re:(.*\\.)?lm_head$"} <= set(quantization["ignore"])
-    others = {path.name for path in target.iterdir()} - {"model.safetensors"}
-    assert {path.name for path in tmp_path.iterdir()} == others | {"model.safetensors"}
+    other_files = {path.name for path in target.iterdir()} - {"model.safetensors"}
+    assert {path.name for path in tmp_path.iterdir()} == other_files | {"model.safetensors"}
 
 
 def test_sharded_models_are_converted_file_by_file(tmp_path):

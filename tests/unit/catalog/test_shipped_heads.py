@@ -8,7 +8,7 @@ from peagle.catalog import shipped_heads
 from peagle.catalog.shipped_heads import complete_head, find_shipped_head, without_rows
 from peagle.errors import ConfigError, DrafterError
 
-ROWS = (1, 4, 5, 9)
+LM_HEAD_ROWS = (1, 4, 5, 9)
 
 
 @pytest.fixture
@@ -32,8 +32,8 @@ def trained(tmp_path, target):
     verifier = {"name_or_path": "HuggingFaceTB/SmolLM2-135M-Instruct"}
     (folder / "config.json").write_text(json.dumps({"speculators_config": {"verifier": verifier}}))
     (folder / "README.md").write_text("its card")
-    rows = load_file(target / "model.safetensors")["model.embed_tokens.weight"][list(ROWS)]
-    d2t = torch.tensor(ROWS) - torch.arange(len(ROWS))
+    rows = load_file(target / "model.safetensors")["model.embed_tokens.weight"][list(LM_HEAD_ROWS)]
+    d2t = torch.tensor(LM_HEAD_ROWS) - torch.arange(len(LM_HEAD_ROWS))
     save_file({"fc.weight": torch.ones(2, 6), "lm_head.weight": rows, "d2t": d2t}, folder / "model.safetensors")
     return folder
 
@@ -48,15 +48,15 @@ def shipped(tmp_path, trained, target, monkeypatch):
     return folder
 
 
-def test_rows_of_a_shipped_head_are_restored(trained, shipped, tmp_path):
+def test_lm_head_rows_of_a_shipped_head_are_restored(trained, shipped, tmp_path):
     assert set(load_file(shipped / "model.safetensors")) == {"fc.weight", "d2t"}
-    whole = complete_head(shipped)
-    assert whole.parent == tmp_path / "home" / "heads"
-    tensors = load_file(whole / "model.safetensors")
+    full_head = complete_head(shipped)
+    assert full_head.parent == tmp_path / "home" / "heads"
+    tensors = load_file(full_head / "model.safetensors")
     assert tensors.keys() == load_file(trained / "model.safetensors").keys()
     assert all(torch.equal(tensors[name], value) for name, value in load_file(trained / "model.safetensors").items())
-    assert sorted(path.name for path in whole.iterdir()) == ["README.md", "config.json", "model.safetensors"]
-    assert [path.name for path in whole.parent.iterdir()] == [whole.name]
+    assert sorted(path.name for path in full_head.iterdir()) == ["README.md", "config.json", "model.safetensors"]
+    assert [path.name for path in full_head.parent.iterdir()] == [full_head.name]
 
 
 def test_fp8_matrices_of_a_shipped_head_become_bf16(shipped):
@@ -65,12 +65,12 @@ def test_fp8_matrices_of_a_shipped_head_become_bf16(shipped):
     quantised = {"fc.weight": stored, "fc.weight_scale": torch.tensor([[2 / 448], [1.0]])}
     save_file(tensors | quantised, shipped / "model.safetensors")
     (shipped / "config.json").write_text(json.dumps(config | {"quantization_config": {"format": "float-quantized"}}))
-    whole = complete_head(shipped)
-    completed = load_file(whole / "model.safetensors")
+    full_head = complete_head(shipped)
+    completed = load_file(full_head / "model.safetensors")
     assert set(completed) == {"fc.weight", "lm_head.weight", "d2t"}
     assert completed["fc.weight"].dtype == torch.bfloat16
     assert completed["fc.weight"].tolist() == [[0.5, -2.0], [448.0, 15.0]]
-    assert json.loads((whole / "config.json").read_text()) == config
+    assert json.loads((full_head / "config.json").read_text()) == config
 
 
 def test_a_shipped_head_is_completed_once(shipped):
@@ -90,9 +90,9 @@ def test_a_complete_head_is_used_in_place(trained, tmp_path):
 
 
 def test_both_folder_names_of_a_shipped_head_are_found(shipped):
-    whole = complete_head(shipped)
-    assert find_shipped_head(shipped.name) == whole
-    assert find_shipped_head(whole.name) == whole
+    full_head = complete_head(shipped)
+    assert find_shipped_head(shipped.name) == full_head
+    assert find_shipped_head(full_head.name) == full_head
     assert find_shipped_head("another") is None
 
 

@@ -15,9 +15,11 @@ def sizes_of(cut, num_rows):
     return sizes
 
 
-@pytest.mark.parametrize(("rows", "engines", "expected"), [(1, 8, 1), (48, 1, 3), (10_000, 2, 256), (10**9, 1, 256)])
-def test_auto_rows_per_unit(rows, engines, expected):
-    assert auto_rows_per_unit(rows, engines) == expected
+@pytest.mark.parametrize(
+    ("num_rows", "num_engines", "expected"), [(1, 8, 1), (48, 1, 3), (10_000, 2, 256), (10**9, 1, 256)]
+)
+def test_auto_rows_per_unit_depends_on_rows_and_engines(num_rows, num_engines, expected):
+    assert auto_rows_per_unit(num_rows, num_engines) == expected
 
 
 @pytest.mark.parametrize(
@@ -44,9 +46,9 @@ def test_more_than_enough_rows_do_not_change_the_cut():
     assert auto_cut(max_rows_affecting_cut(3), 3, 8) == auto_cut(10**9, 3, 8)
 
 
-def test_no_small_units_for_high_concurrency():
+def test_high_concurrency_has_no_small_units():
     assert auto_cut(10**6, 1, 4096) == Cut(rows_per_unit=256)
-    assert concurrent_units(Cut(rows_per_unit=256), 4096) == 49
+    assert concurrent_units(Cut(rows_per_unit=256), 4096) == 49  # 3 x 4096 / 256 + 1
 
 
 ESTIMATE = WorkEstimate(max_tokens=256)

@@ -59,7 +59,7 @@ def latin_1(texts):
 
 
 FAR_FUTURE = pa.array([0, 10**15, 1], pa.int64())  # the second value is 30 million years in seconds
-ONE_NANOSECOND = pa.array([1_000_000_000, 1], pa.int64()).cast(pa.time64("ns"))
+TIMES_WITH_NANOSECONDS = pa.array([1_000_000_000, 1], pa.int64()).cast(pa.time64("ns"))
 
 
 @pytest.mark.parametrize(
@@ -100,15 +100,15 @@ def test_unreadable_row_is_named_by_number(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arrays", "names", "name"),
+    ("arrays", "names", "duplicate"),
     [
         ([[1], [2]], ["a", "a"], "a"),
         ([[0], pa.StructArray.from_arrays([pa.array([1]), pa.array([2])], names=["b", "b"])], ["n", "a"], "a.b"),
     ],
 )
-def test_duplicate_columns_are_refused(tmp_path, arrays, names, name):
+def test_duplicate_columns_are_refused(tmp_path, arrays, names, duplicate):
     pq.write_table(pa.table([pa.array(array) for array in arrays], names=names), tmp_path / "a.parquet")
-    with pytest.raises(InputError, match=rf"a\.parquet: there are two columns '{name}'"):
+    with pytest.raises(InputError, match=rf"a\.parquet: there are two columns '{duplicate}'"):
         scan(tmp_path)
 
 
@@ -122,11 +122,11 @@ def test_duplicate_columns_are_refused(tmp_path, arrays, names, name):
     ],
 )
 def test_nanosecond_times_are_refused_if_they_would_be_rounded(tmp_path, nested):
-    pq.write_table(pa.table({"n": [1, 2], "x": nested(ONE_NANOSECOND)}), tmp_path / "a.parquet")
+    pq.write_table(pa.table({"n": [1, 2], "x": nested(TIMES_WITH_NANOSECONDS)}), tmp_path / "a.parquet")
     with pytest.raises(InputError, match="column 'x' has times of day in nanoseconds"):
         scan(tmp_path)
-    whole = pa.array([1_000_000_000, 1000], pa.int64()).cast(pa.time64("ns"))
-    table = pa.table({"n": [1, 2], "x": nested(whole)})
+    whole_microseconds = pa.array([1_000_000_000, 1000], pa.int64()).cast(pa.time64("ns"))
+    table = pa.table({"n": [1, 2], "x": nested(whole_microseconds)})
     pq.write_table(table, tmp_path / "a.parquet")
     spans, schema, _ = scan(tmp_path)
     assert to_table(list(corpus.read_span(spans[0])), schema).equals(table)

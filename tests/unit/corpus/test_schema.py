@@ -57,7 +57,7 @@ def test_values_unsupported_by_parquet_become_text(tmp_path, value):
     assert (json.loads(first["x"]), second["x"]) == (value, None)
 
 
-def test_empty_object_keeps_type(tmp_path):
+def test_empty_object_has_the_type_of_the_other_objects(tmp_path):
     files = [write_lines(tmp_path / f"{i}.jsonl", [{"x": x}]) for i, x in enumerate([{}, {"a": 1}])]
     assert [row["x"] for row in round_trip(*files)] == [{"a": None}, {"a": 1}]
 

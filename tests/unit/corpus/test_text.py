@@ -116,7 +116,7 @@ def test_repeated_custom_id_is_refused(write, tmp_path):
 
 
 @pytest.mark.parametrize("first_lines", [b"{bad\n", b"\n[1]\n", b"\xff\n", b"\xef\xbb\xbf\n// comment\n"])
-def test_batch_with_invalid_first_line(write, first_lines):
+def test_batch_with_invalid_first_line_is_detected(write, first_lines):
     path = write("a.jsonl", first_lines + lines(request(), request("b")))
     spans, _, _ = scan(path)
     assert {span.format for span in spans} == {"openai-batch"}

@@ -9,7 +9,7 @@ from peagle.deploy.sagemaker import Preset, Requests, SageMakerOptions, make_req
 from peagle.engine.sagemaker import SPECULATIVE_CONFIG_VARIABLE, serve_options
 from peagle.errors import CapacityError, ConfigError, PriceError
 
-PUBLISHED = {"num_speculative_tokens": 3, "method": "eagle3", "parallel_drafting": True}
+PUBLISHED_DRAFTER = {"num_speculative_tokens": 3, "method": "eagle3", "parallel_drafting": True}
 MODEL = "qwen3-coder-30b-a3b-instruct"
 IMAGE = "123456789012.dkr.ecr.us-east-1.amazonaws.com/peagle:0.1.0"
 REQUIRED = {"instance_type": "ml.g7e.2xlarge", "image": IMAGE, "role": "arn:aws:iam::123456789012:role/peagle"}
@@ -26,7 +26,7 @@ def speculative_config(resolved: Preset) -> dict[str, object]:
 
 def test_preset_is_the_published_deployment() -> None:
     resolved = preset(card_of("qwen3-coder-30b-a3b-instruct"))
-    assert speculative_config(resolved) == PUBLISHED | {"model": "amazon/Qwen3-Coder-30B-A3B-Instruct-P-EAGLE"}
+    assert speculative_config(resolved) == PUBLISHED_DRAFTER | {"model": "amazon/Qwen3-Coder-30B-A3B-Instruct-P-EAGLE"}
     assert resolved.variables["SM_VLLM_MODEL"] == "Qwen/Qwen3-Coder-30B-A3B-Instruct"
     assert "K=3: SageMaker JumpStart (its walk-through), ml.g7e.2xlarge [AWS machine learning blog" in resolved.drafter
     assert resolved.uploads == []
@@ -61,7 +61,7 @@ def test_preset_lists_local_folders_to_upload(tmp_path: Path) -> None:
     head = card.heads["peagle"].model_copy(update={"kind": "folder", "id": str(tmp_path / "head")})
     resolved = preset(card.model_copy(update={"source": source, "heads": {"peagle": head}}))
     assert resolved.variables["SM_VLLM_MODEL"] == "/opt/ml/model"
-    assert speculative_config(resolved) == PUBLISHED | {"model": "/opt/ml/additional-model-data-sources/eagle"}
+    assert speculative_config(resolved) == PUBLISHED_DRAFTER | {"model": "/opt/ml/additional-model-data-sources/eagle"}
     assert resolved.uploads == [
         (tmp_path / "mine", Path("/opt/ml/model")),
         (tmp_path / "head", Path("/opt/ml/additional-model-data-sources/eagle")),
@@ -78,12 +78,12 @@ def test_embedded_model_comes_from_hub_and_its_head_is_uploaded(shipped_head: Pa
 @pytest.mark.parametrize("name", load_catalog().names())
 def test_peagle_image_accepts_every_preset(name: str) -> None:
     resolved = preset(card_of(name))
-    keys, drafter = (
+    options, drafter = (
         serve_options(resolved.variables),
         speculative_config(resolved) if SPECULATIVE_CONFIG_VARIABLE in resolved.variables else {},
     )
-    assert keys["model"] == resolved.variables["SM_VLLM_MODEL"]
-    assert keys.get("num_speculative_tokens") == drafter.get("num_speculative_tokens")
+    assert options["model"] == resolved.variables["SM_VLLM_MODEL"]
+    assert options.get("num_speculative_tokens") == drafter.get("num_speculative_tokens")
 
 
 def make_test_requests(resolved: Preset | None = None, **options: Any) -> Requests:
@@ -94,24 +94,24 @@ def make_test_requests(resolved: Preset | None = None, **options: Any) -> Reques
 
 
 def test_requests_share_one_name_and_have_the_drafter_preset() -> None:
-    created = make_test_requests()
-    assert created.name == "qwen3-coder-30b-a3b-instruct"
-    container = created.model["PrimaryContainer"]
-    assert (container["Image"], created.model["ExecutionRoleArn"]) == (IMAGE, REQUIRED["role"])
+    requests = make_test_requests()
+    assert requests.name == "qwen3-coder-30b-a3b-instruct"
+    container = requests.model["PrimaryContainer"]
+    assert (container["Image"], requests.model["ExecutionRoleArn"]) == (IMAGE, REQUIRED["role"])
     variables = container["Environment"]
     assert variables["SM_VLLM_MODEL"] == "Qwen/Qwen3-Coder-30B-A3B-Instruct"
     assert '"num_speculative_tokens": 3' in variables[SPECULATIVE_CONFIG_VARIABLE]
     assert (variables["PEAGLE_SAGEMAKER"], variables["PEAGLE_USD_PER_HOUR"]) == ("true", "3.36312")
-    (variant,) = created.endpoint_config["ProductionVariants"]
+    (variant,) = requests.endpoint_config["ProductionVariants"]
     assert (variant["InstanceType"], variant["InitialInstanceCount"]) == ("ml.g7e.2xlarge", 1)
-    names = {variant["ModelName"], created.endpoint["EndpointName"], created.endpoint["EndpointConfigName"]}
-    assert names == {created.name}
-    assert created.price.startswith("EC2's price of g7e.2xlarge")
+    names = {variant["ModelName"], requests.endpoint["EndpointName"], requests.endpoint["EndpointConfigName"]}
+    assert names == {requests.name}
+    assert requests.price.startswith("EC2's price of g7e.2xlarge")
 
 
 def test_model_and_head_on_s3_are_mounted_in_the_container() -> None:
-    created = make_test_requests(model_data="s3://b/model", head_data="s3://b/head/")
-    container = created.model["PrimaryContainer"]
+    requests = make_test_requests(model_data="s3://b/model", head_data="s3://b/head/")
+    container = requests.model["PrimaryContainer"]
     assert container["ModelDataSource"]["S3DataSource"]["S3Uri"] == "s3://b/model/"
     (source,) = container["AdditionalModelDataSources"]
     assert (source["ChannelName"], source["S3DataSource"]["S3Uri"]) == ("eagle", "s3://b/head/")
@@ -120,13 +120,13 @@ def test_model_and_head_on_s3_are_mounted_in_the_container() -> None:
 
 
 def test_options_are_set_in_the_requests() -> None:
-    created = make_test_requests(
+    requests = make_test_requests(
         name="mine", instances=2, usd_per_hour=4.5, max_model_len=32768, ami_version="a", variables=["HF_HOME=/tmp/x=y"]
     )
-    assert (created.usd_per_hour, created.price, created.name) == (9.0, "as stated", "mine")
-    variables = created.model["PrimaryContainer"]["Environment"]
+    assert (requests.usd_per_hour, requests.price, requests.name) == (9.0, "as stated", "mine")
+    variables = requests.model["PrimaryContainer"]["Environment"]
     assert (variables["SM_VLLM_MAX_MODEL_LEN"], variables["HF_HOME"]) == ("32768", "/tmp/x=y")
-    assert created.endpoint_config["ProductionVariants"][0]["InferenceAmiVersion"] == "a"
+    assert requests.endpoint_config["ProductionVariants"][0]["InferenceAmiVersion"] == "a"
 
 
 @pytest.mark.parametrize(
@@ -147,14 +147,14 @@ def test_invalid_options_are_refused(options: dict[str, Any], reason: str) -> No
         SageMakerOptions(**REQUIRED | options)
 
 
-def test_instance_type_without_a_known_price_needs_one() -> None:
+def test_instance_type_without_a_known_price_needs_usd_per_hour() -> None:
     with pytest.raises(PriceError, match=r"the price of ml\.x9\.large is unknown") as error:
         make_test_requests(instance_type="ml.x9.large")
     assert "--usd-per-hour" in error.value.hint
     assert make_test_requests(instance_type="ml.x9.large", usd_per_hour=1).usd_per_hour == 1
 
 
-def test_local_head_is_refused_with_upload_command(tmp_path: Path) -> None:
+def test_local_head_is_refused_with_a_hint(tmp_path: Path) -> None:
     resolved = Preset(drafter="x", head_folder=tmp_path)
     with pytest.raises(ConfigError, match="only on this machine") as error:
         make_test_requests(resolved)

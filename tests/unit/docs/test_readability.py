@@ -64,7 +64,7 @@ l.
 """
 
 
-def test_blocks_and_sentences():
+def test_page_is_split_into_blocks_and_sentences():
     assert blocks(PAGE) == ["A code. D!", "e.", "G h."]
     assert sentences(PAGE) == ["A code.", "D!", "e.", "G h."]
 

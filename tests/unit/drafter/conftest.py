@@ -70,11 +70,11 @@ def full_disk():
 
     @contextmanager
     def limit():
-        before = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, before[1]))
+        previous_limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, previous_limits[1]))
         try:
             yield
         finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+            resource.setrlimit(resource.RLIMIT_FSIZE, previous_limits)
 
     return limit

@@ -18,7 +18,7 @@ HEADS, KV_HEADS, HEAD_DIM, PADDING = 4, 2, 8, 3
 
 @pytest.fixture(scope="module")
 def documents():
-    """The rows of four documents: with several blocks at every depth, with one token, with a prompt, without chains."""
+    """The rows (head inputs) of four documents: several blocks at every depth, one token, a prompt, no response."""
     torch.manual_seed(0)
     masks = [torch.ones(400), torch.ones(1), torch.cat([torch.zeros(30), torch.ones(90)]), torch.zeros(5)]
     documents = [sample_rows(mask.bool(), num_depths=4, ratio=0.9) for mask in masks]

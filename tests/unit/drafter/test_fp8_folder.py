@@ -50,11 +50,11 @@ def test_fp8_round_trip_error_is_bounded(tmp_path, head, target):
     before, fp8 = load_file(head / "model.safetensors"), load_file(tmp_path / "fp8" / "model.safetensors")
     after = load_file(tmp_path / "back" / "model.safetensors")
     assert after.keys() == before.keys()
-    changed = {name for name, tensor in fp8.items() if tensor.dtype == FP8}
-    assert {"fc.weight", "lm_head.weight", "layers.1.mlp.down_proj.weight"} <= changed
+    quantised = {name for name, tensor in fp8.items() if tensor.dtype == FP8}
+    assert {"fc.weight", "lm_head.weight", "layers.1.mlp.down_proj.weight"} <= quantised
     for name, tensor in before.items():
         assert after[name].dtype == tensor.dtype
-        if name not in changed:
+        if name not in quantised:
             assert torch.equal(after[name], tensor)
             continue
         error = (after[name].float() - tensor.float()).abs()

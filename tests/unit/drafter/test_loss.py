@@ -25,7 +25,7 @@ def test_fused_loss_and_gradients_equal_the_plain_computation(num_rows):
 
     fused = linear_loss(hidden, weight, targets, position, row_weight)
     fused.loss.backward()
-    grads = hidden.grad.clone(), weight.grad.clone()
+    fused_gradients = hidden.grad.clone(), weight.grad.clone()
     hidden.grad = weight.grad = None
     logits = hidden @ weight.T
     target_logits = (targets.state_PH @ targets.weight_VH.T)[position]
@@ -33,8 +33,8 @@ def test_fused_loss_and_gradients_equal_the_plain_computation(num_rows):
     (divergence * row_weight).sum().backward()
 
     torch.testing.assert_close(fused.divergence_R, divergence.detach(), rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(grads[0], hidden.grad, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(grads[1], weight.grad, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(fused_gradients[0], hidden.grad, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(fused_gradients[1], weight.grad, rtol=1e-4, atol=1e-4)
     assert torch.equal(fused.correct_R, logits.argmax(-1) == target_logits.argmax(-1))
 
 
@@ -110,11 +110,11 @@ def test_dpace_weights_equal_those_of_speculators(store, anchor):
 
 def test_dpace_weights_are_unbiased_with_shortened_chains(store, anchor):
     ratio = 0.6
-    whole = _chain_weights(_batch(store, anchor, 4), anchor, DPACE)
+    full_chain = _chain_weights(_batch(store, anchor, 4), anchor, DPACE)
     mean = torch.zeros(4)
     for num_depths in range(1, 5):
         # The probability that a chain ends at this depth.
         probability = ratio ** (num_depths - 1) * (1 - ratio if num_depths < 4 else 1)
         shortened = _chain_weights(_batch(store, anchor, num_depths), anchor, Weighting(dpace=True, cod_ratio=ratio))
         mean[:num_depths] += probability * shortened
-    torch.testing.assert_close(mean, whole)
+    torch.testing.assert_close(mean, full_chain)

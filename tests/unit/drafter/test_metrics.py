@@ -48,8 +48,8 @@ def test_metrics_reader_skips_a_partial_line(tmp_path):
     metrics = Metrics(tmp_path)
     for number in (1, 2):
         metrics.append(replace(STEP, step=number))
-    within_first_line = metrics.num_bytes // 2 - 5
-    assert [step.step for step in metrics.read(within_first_line)[0]] == [2]
+    offset_in_first_line = metrics.num_bytes // 2 - 5
+    assert [step.step for step in metrics.read(offset_in_first_line)[0]] == [2]
 
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -91,7 +91,7 @@ def test_training_plot_averages_many_steps():
     assert _texts(loss)[0] == "loss (KL divergence, nats), mean of 10 steps"
 
 
-def test_training_plot_of_one_step():
+def test_training_plot_of_one_step_has_circles():
     plot = training_plot([FIRST_STEP])
     loss, accuracy, rate = _panels(plot)
     assert [len(list(panel.iter(f"{SVG}circle"))) for panel in (loss, accuracy, rate)] == [1, 2, 1]

@@ -76,7 +76,7 @@ def write_endpoint(state):
     append_request(ledger, bob)
 
 
-BULK = engine_session(
+BULK_SESSION = engine_session(
     "bulk", num_devices=2, started_at=timestamp(11, 30, 20), load_s=360.0, busy_s=34_200.0, idle_s=1440.0,
     num_output_tokens=4_000_000,
 )  # fmt: skip
@@ -86,7 +86,7 @@ def write_run(root, sessions, unit_usages, *, command=("peagle", "generate"), ta
     """Write a run directory with the price of a c7a.large machine."""
     run = RunDirectory(root)
     span = Span(path="a.jsonl", format="jsonl", first_row=0, num_rows=1)
-    planned = tuple(WorkUnit(unit=number, first_id=number, span=span) for number in range(len(unit_usages)))
+    units = tuple(WorkUnit(unit=number, first_id=number, span=span) for number in range(len(unit_usages)))
     schema = pa.schema([("prompt", pa.string())])
     price = PriceTable.load().price("c7a.large")
     manifest = {
@@ -96,7 +96,7 @@ def write_run(root, sessions, unit_usages, *, command=("peagle", "generate"), ta
         "price": price.to_dict(),
         "run": {"model": "smollm2-135m", "drafter": None},
     }
-    run.create(manifest, Plan(units=planned, rows_per_unit=1, schema=schema, corpus_fingerprint="c"))
+    run.create(manifest, Plan(units=units, rows_per_unit=1, schema=schema, corpus_fingerprint="c"))
     for session in sessions:
         run.write_session(session)
     for number, usage in enumerate(unit_usages):
@@ -109,4 +109,4 @@ def write_nightly(root):
         make_unit_usage("bulk", busy_s=15_000.0, tokens=2_000_000, finished_at=timestamp(12, 1, 0, 30), num_rows=500),
         make_unit_usage("bulk", busy_s=9200.0, tokens=1_000_000, finished_at=timestamp(12, 1, 5), num_rows=500),
     ]
-    write_run(root, [BULK], unit_usages, tags={"team": "data"})
+    write_run(root, [BULK_SESSION], unit_usages, tags={"team": "data"})

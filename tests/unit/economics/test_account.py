@@ -25,7 +25,7 @@ def make_session(session_id="a", *, seconds, tokens, **values):
     return engine_session(session_id, num_output_tokens=tokens, **values)
 
 
-def test_account_of_the_example_in_its_docstring():
+def test_account_of_the_docstring_example():
     session = make_session(seconds=(20.0, 10.0, 60.0, 10.0), tokens=1800)
     result = account([make_unit_usage(busy_s=50.0, tokens=1500)], [session], PRICE)
     assert result.device_s == Shares(load=40, compile=20, busy=100, idle=20, lost=20)

@@ -132,7 +132,7 @@ def test_records_are_returned_after_a_failed_read(tmp_path):
     assert [record.request_id for record in reader.new()] == ["1", "2"]
 
 
-def test_is_billed_if_another_session_has_charged_it(tmp_path):
+def test_request_is_billed_if_another_session_has_charged_it(tmp_path):
     def is_billed_by_another_session(request_id):
         return is_billed(tmp_path, request_id, since=time.time(), session_id="own")
 
@@ -146,7 +146,7 @@ def test_is_billed_if_another_session_has_charged_it(tmp_path):
     assert not is_billed_by_another_session("torn")
 
 
-def test_is_billed_reads_only_recent_file_ends(tmp_path, monkeypatch):
+def test_is_billed_reads_only_the_ends_of_recent_files(tmp_path, monkeypatch):
     monkeypatch.setattr(ledger, "_TAIL_BYTES", 3 * len(make_request("r-0").to_json()))
     for number in range(9):
         append_request(tmp_path, make_request(f"r-{number}"))
@@ -166,8 +166,8 @@ def test_session_at_time_is_interpolated(tmp_path, minute, has_bad_lines):
     busy_s, beats = 0.0, []
     for number in range(1, 600):
         busy_s += 60 * number / 1000
-        life_s = 60.0 * number
-        beats.append(replace(SESSION, last_seen_at=1000 + life_s, busy_s=busy_s, idle_s=life_s - busy_s))
+        lifetime_s = 60.0 * number
+        beats.append(replace(SESSION, last_seen_at=1000 + lifetime_s, busy_s=busy_s, idle_s=lifetime_s - busy_s))
         append_beat(tmp_path, beats[-1])
         if has_bad_lines and number % 3 == 0:
             with (tmp_path / "beats-s.jsonl").open("ab") as file:

@@ -81,7 +81,7 @@ def test_require_price_refuses_machines_without_a_price(options, accelerator, re
         require_price(PriceOptions(**options), accelerator)
 
 
-def require_price_before(options_before, hardware_before, options, hardware):
+def require_earlier_price(options_before, hardware_before, options, hardware):
     """Check that a run, resumed with other price options or on other hardware, has the price that it had before."""
     require_same_price(
         options,
@@ -108,7 +108,7 @@ H100_SPOT = PriceOptions(instance_type="p5.48xlarge", market="spot", provider="a
     ],
 )
 def test_run_continues_at_the_same_price(options_before, hardware_before, options, hardware):
-    require_price_before(options_before, hardware_before, options, hardware)
+    require_earlier_price(options_before, hardware_before, options, hardware)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_run_continues_at_the_same_price(options_before, hardware_before, option
 )
 def test_run_does_not_continue_at_another_price(options_before, hardware_before, options, hardware):
     with pytest.raises(PriceError, match=r"the run costs \$.* on 8 x H100, but would now cost \$"):
-        require_price_before(options_before, hardware_before, options, hardware)
+        require_earlier_price(options_before, hardware_before, options, hardware)
 
 
 def test_run_continues_after_a_change_of_the_price_table():

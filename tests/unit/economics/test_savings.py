@@ -25,7 +25,7 @@ def test_savings_of_a_drafter():
     assert savings.loss_note("head for m") is None
 
 
-def test_steps_without_verified_drafts_count():
+def test_steps_without_verified_drafts_are_counted():
     assert work_savings(replace(WORK, num_drafts=600), has_drafter=True, baseline=STEPS) == work_savings(
         WORK, has_drafter=True, baseline=STEPS
     )

@@ -142,7 +142,7 @@ def test_invalid_request_record_is_refused(change):
         RequestUsage.from_json(json.dumps(json.loads(REQUEST.to_json()) | change))
 
 
-def test_usages_of_the_units_of_a_session_add_up():
+def test_usage_of_units_of_one_session_is_added():
     both = UNIT + dataclasses.replace(UNIT, started_at=UNIT.started_at - 5)
     assert (both.num_rows, both.num_output_tokens, both.busy_s) == (32, 4096, 86.5)
     assert (both.started_at, both.finished_at) == (UNIT.started_at - 5, UNIT.finished_at)
@@ -154,19 +154,19 @@ def test_session_since_is_the_part_after_a_heartbeat():
     earlier = dataclasses.replace(
         SESSION, last_seen_at=SESSION.started_at + 50, busy_s=20.0, idle_s=0.0, num_output_tokens=800, ended=False
     )
-    since = session_since(SESSION, earlier)
-    assert (since.load_s, since.compile_s, since.busy_s, since.idle_s) == (0, 0, 40, 10)
-    assert since.started_at == pytest.approx(earlier.last_seen_at)
-    assert since.num_output_tokens == 1700
+    remainder = session_since(SESSION, earlier)
+    assert (remainder.load_s, remainder.compile_s, remainder.busy_s, remainder.idle_s) == (0, 0, 40, 10)
+    assert remainder.started_at == pytest.approx(earlier.last_seen_at)
+    assert remainder.num_output_tokens == 1700
 
 
 def test_session_since_a_heartbeat_before_the_engine_was_ready():
     loading = dataclasses.replace(
         SESSION, last_seen_at=SESSION.started_at + 25, load_s=25.0, compile_s=0.0, busy_s=0.0, idle_s=0.0
     )
-    since = session_since(SESSION, dataclasses.replace(loading, num_output_tokens=0))
-    assert (since.load_s, since.compile_s, since.busy_s, since.idle_s) == (0, 5, 60, 10)
-    assert since.started_at == pytest.approx(loading.last_seen_at)
+    remainder = session_since(SESSION, dataclasses.replace(loading, num_output_tokens=0))
+    assert (remainder.load_s, remainder.compile_s, remainder.busy_s, remainder.idle_s) == (0, 5, 60, 10)
+    assert remainder.started_at == pytest.approx(loading.last_seen_at)
 
 
 def test_session_is_interpolated_between_heartbeats():

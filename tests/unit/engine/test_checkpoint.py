@@ -27,7 +27,7 @@ def config(**quantization):
         ({"quant_method": "compressed-tensors", "kv_cache_scheme": FP8 | {"type": "int"}}, None),
     ],
 )
-def test_published_kv_cache(quantization, expected):
+def test_kv_cache_dtype_of_published_checkpoints(quantization, expected):
     assert checkpoint_kv_cache_dtype(config(**quantization)) == expected
 
 

@@ -104,7 +104,7 @@ def test_no_safe_folder_is_an_error(cache_parent):
     assert "VLLM_CACHE_ROOT" in (refused.value.hint or "")
 
 
-def test_fallback_folder(cache_parent, capfd):
+def test_unusable_folder_is_replaced_by_a_temporary_one(cache_parent, capfd):
     (cache_parent / "file").touch()
     variables = cache_root({"VLLM_CACHE_ROOT": str(cache_parent / "file" / "folder")})
     assert not variables["VLLM_CACHE_ROOT"].startswith(str(cache_parent))

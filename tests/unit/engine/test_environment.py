@@ -25,7 +25,7 @@ GPU = devices.gpu()
 
 @pytest.fixture(autouse=True)
 def libraries(monkeypatch):
-    """Both libraries are installed."""
+    """Make tcmalloc and Intel's OpenMP appear installed; return their paths."""
     paths = {"libtcmalloc": Path("/lib/libtcmalloc_minimal.so.4"), "libiomp5": Path("/env/libiomp5.so")}
     # `peagle.engine.environment` as an attribute is the function of that name, not the module.
     module = importlib.import_module("peagle.engine.environment")
@@ -59,7 +59,7 @@ def test_lookup_variable_is_always_set():
     assert values == ["2", "5", "", ""]
 
 
-def test_default_media_and_grammar_variables():
+def test_media_and_grammar_variables_of_the_user_are_kept():
     from vllm import envs
 
     assert {"VLLM_MEDIA_URL_ALLOW_REDIRECTS", "VLLM_XGRAMMAR_CACHE_MB"} <= envs.environment_variables.keys()

@@ -38,7 +38,7 @@ CPU, GPU = cpu(), gpu()
         ([], {}),
     ],
 )
-def test_engine_arguments_from_pairs_or_map(engine_args, expected):
+def test_engine_arguments_are_parsed_from_pairs_or_a_map(engine_args, expected):
     assert TargetOptions(engine_args=engine_args).engine_args == expected
 
 
@@ -125,7 +125,7 @@ def test_values_that_are_not_json_are_text():
     assert parse_arguments(["a=1.5", "b=one=two", "c=[1"]) == {"a": 1.5, "b": "one=two", "c": "[1"}
 
 
-def test_verify_auto_of_peagle_applies_on_cpus_only():
+def test_verify_auto_applies_to_p_eagle_only_on_cpus():
     options = TargetOptions(verify="auto")
     assert [apply_drafter_options(HEAD, options, hardware).verify for hardware in (CPU, GPU)] == ["auto", "all"]
 

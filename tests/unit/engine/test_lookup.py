@@ -40,15 +40,15 @@ def reference_redraft(tokens, drafts, min_ngram):
 @pytest.mark.parametrize("min_ngram", [1, 2, 3])
 def test_copies_from_the_latest_longest_match(min_ngram):
     rng = random.Random(0)
-    num_copied = 0
+    num_with_copies = 0
     for _ in range(300):
         # Short sequences over a small vocabulary, so that the lookup compares all candidates.
         tokens = [rng.randrange(4) for _ in range(rng.randrange(14))]
         drafts = [rng.randrange(4) for _ in range(rng.randrange(7))]
         redrafted, num_from_head = lookup_of(tokens, min_ngram).redraft(drafts)
         assert (redrafted, num_from_head) == reference_redraft(tokens, drafts, min_ngram)
-        num_copied += num_from_head < len(drafts)
-    assert num_copied > 20
+        num_with_copies += num_from_head < len(drafts)
+    assert num_with_copies > 20
 
 
 def test_first_draft_comes_from_the_head():
@@ -77,13 +77,13 @@ def test_fewer_than_two_drafts_are_unchanged(drafts):
 def test_index_is_independent_of_chunks_and_drafts():
     rng = random.Random(1)
     tokens = [rng.randrange(5) for _ in range(60)]
-    whole, pieces = lookup_of(tokens, 3), PromptLookup(3)
+    at_once, in_chunks = lookup_of(tokens, 3), PromptLookup(3)
     for start in range(0, 60, 7):
-        pieces.redraft([1, 2, 3, 4])
-        pieces.extend(tokens[start : start + 7])
-    assert len(pieces) == 60
+        in_chunks.redraft([1, 2, 3, 4])
+        in_chunks.extend(tokens[start : start + 7])
+    assert len(in_chunks) == 60
     for first in range(5):
-        assert pieces.redraft([first, 9, 9, 9]) == whole.redraft([first, 9, 9, 9])
+        assert in_chunks.redraft([first, 9, 9, 9]) == at_once.redraft([first, 9, 9, 9])
 
 
 def test_min_ngram_must_be_positive():

@@ -32,7 +32,7 @@ def judge(text, *, reference=A_DOG, finish_reason="stop", num_output_tokens=3, e
     return compare(committed, reference, ends=ends, max_tie=0.25)
 
 
-def test_equal_text_is_same():
+def test_equal_text_has_the_outcome_same():
     assert judge("a dog").outcome == "same"
 
 
@@ -53,7 +53,7 @@ def test_first_different_token_decides(text, outcome, position, token, margin):
     assert verdict.margin == pytest.approx(margin)
 
 
-def test_early_end_is_an_alternative():
+def test_early_end_can_tie():
     cut_off = target(likely_tokens(("a", -0.1)), likely_tokens((" dog", -0.7), (END, -0.8)), finish_reason="length")
     verdict = judge("a", reference=cut_off, num_output_tokens=2)
     assert (verdict.outcome, verdict.position, verdict.committed) == ("tie", 1, END)
@@ -67,7 +67,7 @@ def test_token_may_extend_beyond_a_stop_string():
     assert judge("a", reference=reference, num_output_tokens=2, ends=(".\n",)).outcome == "tie"
 
 
-def test_longer_token_with_common_prefix():
+def test_longer_token_with_a_common_prefix_can_tie():
     reference = target(
         likely_tokens((" foo", -0.7), (" foobar", -0.8), (" f", -0.71)), likely_tokens(("l", -0.1), ("x", -0.2))
     )
@@ -75,7 +75,7 @@ def test_longer_token_with_common_prefix():
     assert (verdict.outcome, verdict.position, verdict.committed) == ("tie", 0, " foobar")
 
 
-def test_other_tokenisation_of_the_same_text():
+def test_other_tokenisation_of_the_same_text_can_tie():
     reference = target(likely_tokens((" foo", -0.7), (" f", -0.72)), likely_tokens((END, -0.1)))
     assert judge(" foo", reference=reference, num_output_tokens=3).outcome == "tie"
     clear_choice = target(likely_tokens((" foo", -0.1), (" f", -4.0)), likely_tokens((END, -0.1)))
@@ -94,7 +94,7 @@ def test_partial_characters_can_tie():
     )
 
 
-def test_dropped_leading_space():
+def test_dropped_leading_space_is_not_a_difference():
     reference = replace(
         target(likely_tokens((" A", -0.7), (" The", -0.8)), likely_tokens((" cow", -0.7), (" cat", -0.8))), text="A cow"
     )

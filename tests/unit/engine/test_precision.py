@@ -43,7 +43,7 @@ FLOAT16, FLOAT32 = Precision(dtype="float16"), Precision(dtype="float32")
         ("float16", AVX2, FLOAT16),
     ],
 )
-def test_every_precision_on_every_hardware(requested, hardware, expected):
+def test_precision_is_resolved_for_the_hardware(requested, hardware, expected):
     precision = resolve_precision(requested, hardware)
     assert precision == expected
     assert resolve_precision(precision.name, hardware, kv_cache=precision.kv_cache_name) == expected
@@ -148,7 +148,7 @@ def test_native_weights_are_not_quantised_again(requested):
     assert precision.weights == "mxfp4"
 
 
-def test_cache_of_native_checkpoints():
+def test_native_checkpoint_has_an_fp8_cache_only_if_requested():
     assert resolve_precision("auto", HOPPER, native_quantization="mxfp4").kv_cache == "bf16"
     assert resolve_precision("fp8", HOPPER, native_quantization="mxfp4").kv_cache == "fp8"
     assert resolve_precision("auto", AVX2, native_quantization="mxfp4").kv_cache == "bf16"

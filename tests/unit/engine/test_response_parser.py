@@ -35,7 +35,7 @@ def tokenizer(chat_target):
     return tokenizer
 
 
-def test_tool_calls_and_text(tokenizer):
+def test_tool_calls_are_separated_from_text(tokenizer):
     parser = ResponseParser(tokenizer, tool_call_parser="hermes", reasoning_parser=None)
     parsed = parser.parse(generation(f"Let me see. {CALL}"), {"tools": [TOOL]})
     (call,) = parsed.tool_calls

@@ -29,11 +29,11 @@ SPEC_WITH_DRAFTER = dataclasses.replace(
 
 
 class Engine:
-    """An engine that answers with tokens of given margins to the most likely token. The last margin repeats."""
+    """An engine whose answers have the given logprob margins to the likeliest tokens. The last margin is repeated."""
 
-    def __init__(self, *margins, max_model_len=512, tokens=None):
+    def __init__(self, *margins, max_model_len=512, num_tokens=None):
         self.max_model_len = max_model_len
-        self._margins, self._tokens = margins or (0.0,), tokens
+        self._margins, self._num_tokens = margins or (0.0,), num_tokens
         self.requests = []
         self.judged = []
 
@@ -42,7 +42,7 @@ class Engine:
 
     async def answer(self, prompt, *, num_tokens, temperature):
         self.requests.append((len(prompt), num_tokens, temperature))
-        return list(range(num_tokens if self._tokens is None else self._tokens))
+        return list(range(num_tokens if self._num_tokens is None else self._num_tokens))
 
     async def judge(self, token_ids, begin):
         self.judged = list(token_ids)
@@ -55,7 +55,7 @@ def check(engine, spec=SPEC_WITH_DRAFTER, limit_s=LIMIT_S):
     return asyncio.run(self_check(engine, spec, CPU, limit_s=limit_s))
 
 
-def test_argmax_and_ties_pass(capsys):
+def test_likeliest_tokens_and_ties_pass(capsys):
     result = check(Engine(0.0, 0.25, 0.0))
     assert (result.outcome, result.num_tokens) == ("passed", NUM_TOKENS)
     assert (result.num_ties, result.largest_margin) == (1, 0.25)
@@ -90,17 +90,17 @@ def test_tolerance_depends_on_the_precision():
     ],
 )
 def test_failed_check_has_a_hint(spec, options):
-    with pytest.raises(EngineError, match=r"failed its self-check: token 0 of .* is ' a'") as refused:
+    with pytest.raises(EngineError, match=r"failed its self-check: token 0 of .* is ' a'") as caught:
         require_passed(check(Engine(8.0), spec))
-    assert refused.value.hint.endswith(f"; try {options} to find out which kernel it is")
+    assert caught.value.hint.endswith(f"; try {options} to find out which kernel it is")
 
 
-def test_failed_check_is_found_in_a_ledger():
+def test_failed_check_among_recorded_checks_is_an_error():
     passed, failed = check(Engine()).to_json(), check(Engine(8.0), SPEC_WITH_DRAFTER).to_json()
     require_none_failed([passed, ""])
-    with pytest.raises(EngineError, match="failed its self-check") as refused:
+    with pytest.raises(EngineError, match="failed its self-check") as caught:
         require_none_failed([passed, "", failed])
-    assert "--drafter none" in refused.value.hint
+    assert "--drafter none" in caught.value.hint
 
 
 def test_sampled_request_runs_in_the_same_batch():
@@ -126,8 +126,8 @@ def test_engine_without_drafts_checks_fewer_tokens():
 
 
 def test_empty_answer_fails():
-    assert check(Engine(tokens=0)).seen == "the answer is empty"
-    assert check(Engine(tokens=5)).num_tokens == 5
+    assert check(Engine(num_tokens=0)).seen == "the answer is empty"
+    assert check(Engine(num_tokens=5)).num_tokens == 5
 
 
 def test_synthetic_acceptance_is_skipped():

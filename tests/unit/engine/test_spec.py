@@ -22,7 +22,7 @@ def test_synthetic_rates_json_round_trip():
     assert DrafterSpec.from_dict({"method": "peagle", "model": "head", "num_speculative_tokens": 3}) == HEAD
 
 
-def test_commits_by_hub_id():
+def test_commits_are_listed_by_hub_id():
     head = DrafterSpec(method="peagle", model="org/head", num_speculative_tokens=3, revision="b")
     assert EngineSpec(model="org/model", revision="a", drafter=head).commits == {"org/model": "a", "org/head": "b"}
     assert EngineSpec(model="org/model", drafter=HEAD).commits == {}

@@ -54,7 +54,7 @@ def test_hanging_start_is_interrupted(limit_of_one_second, monkeypatch):
         time.sleep(300)
 
 
-_HANGS = f"""
+_HANGING_SCRIPT = f"""
 import os, signal
 os.environ["{TIMEOUT_VARIABLE}"] = "1"
 from peagle.engine import startup
@@ -66,9 +66,10 @@ with startup.start_limit(lambda: None):
 
 
 def test_uninterruptible_start_ends_the_process():
-    done = subprocess.run([sys.executable, "-c", _HANGS], stdout=subprocess.PIPE, text=True, timeout=60, check=False)
-    assert done.returncode == 1
-    assert "did not start within 1 s, and cannot be aborted" in done.stdout
+    command = [sys.executable, "-c", _HANGING_SCRIPT]
+    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert result.returncode == 1
+    assert "did not start within 1 s, and cannot be aborted" in result.stdout
 
 
 def test_interrupt_is_not_a_timeout(monkeypatch):
@@ -84,17 +85,17 @@ def test_invalid_limit_names_the_variable(monkeypatch, text):
         start_limit_s()
 
 
-def test_default_limit(monkeypatch):
+def test_limit_has_a_default(monkeypatch):
     monkeypatch.delenv(TIMEOUT_VARIABLE, raising=False)
     assert start_limit_s() == module.DEFAULT_S
 
 
 @pytest.fixture
-def handler():
+def default_handler():
     """Python's default handler, regardless of earlier tests."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    previous_handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield signal.default_int_handler
-    signal.signal(signal.SIGINT, before)
+    signal.signal(signal.SIGINT, previous_handler)
 
 
 def start_interrupted(address, number=signal.SIGINT):
@@ -107,17 +108,17 @@ def start_interrupted(address, number=signal.SIGINT):
     return "still waiting"
 
 
-def test_vllm_swallows_interrupts_at_start(tmp_path, handler):
+def test_vllm_swallows_interrupts_at_start(tmp_path, default_handler):
     assert start_interrupted(f"ipc://{tmp_path}/core") == "still waiting"
 
 
-def test_interrupt_ends_a_start(tmp_path, handler):
+def test_interrupt_ends_a_start(tmp_path, default_handler):
     with pytest.raises(KeyboardInterrupt), interruptible():
         start_interrupted(f"ipc://{tmp_path}/core")
-    assert signal.getsignal(signal.SIGINT) is handler
+    assert signal.getsignal(signal.SIGINT) is default_handler
 
 
-def test_foreign_handler_that_raises_ends_a_start(tmp_path, handler):
+def test_foreign_handler_that_raises_ends_a_start(tmp_path, default_handler):
     seen = []
 
     def handle(*_):
@@ -131,7 +132,7 @@ def test_foreign_handler_that_raises_ends_a_start(tmp_path, handler):
     assert signal.getsignal(signal.SIGINT) is handle
 
 
-def test_foreign_handler_that_returns_does_not_end_a_start(handler):
+def test_foreign_handler_that_returns_does_not_end_a_start(default_handler):
     seen = []
     signal.signal(signal.SIGINT, lambda *_: seen.append("other"))
     with interruptible():
@@ -139,14 +140,14 @@ def test_foreign_handler_that_returns_does_not_end_a_start(handler):
     assert seen == ["other"]
 
 
-def test_ignored_interrupt_stays_ignored(handler):
+def test_ignored_interrupt_stays_ignored(default_handler):
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with interruptible():
         signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
-def test_block_in_another_thread_runs_unchanged(handler):
+def test_interruptible_has_no_effect_in_another_thread(default_handler):
     entered = []
 
     def start():
@@ -159,11 +160,11 @@ def test_block_in_another_thread_runs_unchanged(handler):
     assert entered == [True]
 
 
-def test_sigterm_ends_a_start(tmp_path, handler):
-    before = signal.getsignal(signal.SIGTERM)
+def test_sigterm_ends_a_start(tmp_path, default_handler):
+    previous_handler = signal.getsignal(signal.SIGTERM)
     with signals_as_interrupts():
         peagle_handler = signal.getsignal(signal.SIGTERM)
         with pytest.raises(KeyboardInterrupt), interruptible():
             start_interrupted(f"ipc://{tmp_path}/core", signal.SIGTERM)
         assert signal.getsignal(signal.SIGTERM) is peagle_handler
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.getsignal(signal.SIGTERM) is previous_handler

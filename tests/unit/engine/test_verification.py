@@ -8,7 +8,7 @@ from peagle.engine.verification import Calibration, DecodingStep, DraftBudget, L
 K = 7
 
 
-class Engine:
+class SimulatedEngine:
     """Accepts each draft with 95 % of the drafter's probability. A target step takes 23 ms plus time per token.
 
     Args:
@@ -34,9 +34,9 @@ class Engine:
         return num_accepted.astype(int), target_ms / 1000 * noise[0], drafter_ms / 1000 * noise[1]
 
 
-def speed(num_requests, token_ms, k=None, num_steps=900):
+def simulate(num_requests, token_ms, k=None, num_steps=900):
     """Return tokens/s after 100 warm-up steps, and the budget. Without `k`, the budget chooses the drafts to verify."""
-    engine, budget = Engine(num_requests, token_ms), DraftBudget(K, is_depth_fixed=True)
+    engine, budget = SimulatedEngine(num_requests, token_ms), DraftBudget(K, is_depth_fixed=True)
     num_tokens, total_s = 0, 0.0
     for number in range(num_steps):
         probabilities = engine.draft()
@@ -47,7 +47,7 @@ def speed(num_requests, token_ms, k=None, num_steps=900):
             num_verified = np.full(num_requests, k)
         num_accepted, target_s, drafter_s = engine.verify(probabilities, num_verified)
         budget.observe_drafts("greedy", odds, num_verified, num_accepted)
-        step = DecodingStep(num_requests, int(num_verified.sum()), 200 * num_requests, K)
+        step = DecodingStep(num_requests, int(num_verified.sum()), 200 * num_requests, K)  # contexts of 200 tokens
         budget.observe_step(step, target_s=target_s, drafter_s=drafter_s)
         if number >= 100:
             num_tokens += num_requests + num_accepted.sum()
@@ -57,8 +57,8 @@ def speed(num_requests, token_ms, k=None, num_steps=900):
 
 @pytest.mark.parametrize(("num_requests", "min_ratio"), [(1, 0.98), (4, 1.0), (8, 1.02)])
 def test_choice_is_as_fast_as_the_best_fixed_k(num_requests, min_ratio):
-    best = max(speed(num_requests, 0.4, k)[0] for k in range(K + 1))
-    chosen, budget = speed(num_requests, 0.4)
+    best = max(simulate(num_requests, 0.4, k)[0] for k in range(K + 1))
+    chosen, budget = simulate(num_requests, 0.4)
     assert chosen >= min_ratio * best
     assert budget.drafting_pays(num_requests, 0.0)
 
@@ -79,7 +79,7 @@ def test_depth_follows_the_cost_of_drafting(drafter_ms_per_depth, depth):
 
 
 def test_drafter_pauses_if_drafting_for_prompts_takes_longer_than_drafts_save():
-    _, budget = speed(8, 0.4)
+    _, budget = simulate(8, 0.4)
     step = DecodingStep(8, 8, 1600, K)
     for _ in range(16):
         budget.prompt_cost.start_request(num_prompt_tokens=1000, max_tokens=100)
@@ -88,7 +88,7 @@ def test_drafter_pauses_if_drafting_for_prompts_takes_longer_than_drafts_save():
     for _ in range(16):
         budget.observe_prompts(step, 1000, drafter_s=2.0)
     assert not budget.drafting_pays(8, now_s=0.0)
-    budget = speed(8, 0.4)[1]
+    budget = simulate(8, 0.4)[1]
     for _ in range(16):
         budget.prompt_cost.start_request(num_prompt_tokens=1000, max_tokens=100)
         budget.observe_prompts(step, 1000, drafter_s=2.0)
@@ -97,14 +97,14 @@ def test_drafter_pauses_if_drafting_for_prompts_takes_longer_than_drafts_save():
 
 
 def test_drafter_pauses_when_steps_without_drafts_are_faster():
-    _, budget = speed(32, 1.5)
+    _, budget = simulate(32, 1.5)
     assert not budget.drafting_pays(32, now_s=100.0)
     assert not budget.drafting_pays(24, now_s=129.0)
     assert budget.drafting_pays(16, now_s=129.0)  # the load is half as high
 
 
 def test_paused_drafter_is_tried_again_less_and_less_often():
-    _, budget = speed(32, 1.5)
+    _, budget = simulate(32, 1.5)
     assert not budget.drafting_pays(32, now_s=0.0)
     assert budget.drafting_pays(32, now_s=30.0)
     odds = np.full((32, K), -4.0)
@@ -125,10 +125,10 @@ def test_lookup_drafts_have_their_own_calibration():
     budget = DraftBudget(2)
     odds = np.array([[2.0, np.nan]] * 50)  # nan: copied by the lookup
     for _ in range(10):
-        budget.observe_drafts("greedy", odds, np.full(50, 2), np.full(50, 1))  # the copies are always rejected
+        budget.observe_drafts("greedy", odds, np.full(50, 2), np.full(50, 1))  # every copy is rejected
     head_survival = budget.survival("greedy", np.array([[2.0, 2.0]]))[0]
-    copy_survival = budget.survival("greedy", np.array([[2.0, np.nan]]))[0]
-    assert copy_survival[1] < 0.1 < head_survival[1]
+    lookup_survival = budget.survival("greedy", np.array([[2.0, np.nan]]))[0]
+    assert lookup_survival[1] < 0.1 < head_survival[1]
 
 
 def test_calibration_approaches_observed_rates():

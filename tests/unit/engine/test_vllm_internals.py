@@ -29,7 +29,7 @@ def test_exceptions_exist_in_vllm():
     assert len(vllm_internals.refusal_errors()) == 3
 
 
-def test_vocabulary(embedded_target):
+def test_vocabulary_decodes_tokens(embedded_target):
     import xgrammar
     from vllm.config import StructuredOutputsConfig
     from vllm.tokenizers import get_tokenizer
@@ -97,14 +97,14 @@ def test_hidden_warnings_exist_in_vllm():
     assert [text for text in vllm_internals._HARMLESS if text not in sources] == []
 
 
-def test_root_cause_of_a_failed_start():
+def test_root_cause_replaces_the_reference_to_the_log():
     error = EngineError("vLLM did not start: see above")
     log = "(EngineCore pid=7) ERROR 11-21 11:36:04 [core.py:1374] ValueError: the KV cache is too small"
     assert with_root_cause(error, log).message == "vLLM did not start: ValueError: the KV cache is too small"
     assert with_root_cause(error, "nothing") is error
 
 
-def test_root_cause_with_time_limit():
+def test_root_cause_is_appended_to_a_timeout():
     log = "(EngineCore pid=7) ERROR 11-21 11:36:04 [core.py:1374] ValueError: no route to the hub"
     timeout = EngineError("the engine did not start within 5 s", hint="h")
     error = with_root_cause(timeout, log)
@@ -112,7 +112,7 @@ def test_root_cause_with_time_limit():
     assert error.hint == "h"
 
 
-def test_vllm_log_line_format():
+def test_root_cause_is_found_in_vllms_log_format():
     """Runs in a subprocess, because vLLM replaces its output streams."""
     code = """if True:
         from vllm.logger import init_logger
@@ -138,7 +138,7 @@ peagle: this run is slow
 """  # noqa: E501
 
 
-def test_costly_warnings():
+def test_costly_warnings_are_found_once():
     assert costly_warnings(LOG) == [
         "Using KV cache scaling factor 1.0 for fp8_e4m3. It may cause accuracy issues.",
         "Compiling model again due to a load failure from /a/b, reason: 'f' has no 'g'",

@@ -1,6 +1,6 @@
-"""Answers end at the same token with drafts, when a step accepts several tokens, and without drafts.
+"""Answers end at the same token with drafts (several tokens per step) and without drafts (one token per step).
 
-vLLM's own output processor gets the same tokens, one in each step and several in each step.
+The tests pass the same tokens to vLLM's own output processor in both ways.
 """
 
 import itertools
@@ -36,7 +36,7 @@ STOPS = [
     "the the",
     "it. the the the",
     "at, a",
-    "nothing of it",
+    "not in the text",
 ]
 
 
@@ -112,7 +112,7 @@ def _merged(outputs, *, is_delta):
 def test_answer_is_independent_of_accepted_tokens(tokenizer, kind, include, n):
     rng = random.Random(1)
     tokens = [*tokenizer.encode(TEXT), tokenizer.eos_token_id]
-    seen = set()
+    stop_reasons = set()
     for _ in range(60):
         stop = rng.sample(STOPS, rng.choice([0, 1, 1, 2, 3]))
         sampling = {
@@ -123,10 +123,10 @@ def test_answer_is_independent_of_accepted_tokens(tokenizer, kind, include, n):
             "output_kind": kind,
         }
         one_by_one = answer(tokenizer, tokens, itertools.repeat(1), n, **sampling)
-        several_at_a_time = answer(tokenizer, tokens, iter(lambda: rng.randint(1, 8), 0), n, **sampling)
+        several_at_a_time = answer(tokenizer, tokens, iter(lambda: rng.randint(1, 8), 0), n, **sampling)  # endless
         assert several_at_a_time == one_by_one, (stop, sampling)
-        seen.add(one_by_one["choices"][0]["ends"][1])
-    assert len(seen) > 5, "too few different stop strings have ended an answer"
+        stop_reasons.add(one_by_one["choices"][0]["ends"][1])
+    assert len(stop_reasons) > 5, "too few different stop strings have ended an answer"
 
 
 def test_vllm_still_keeps_the_tokens_after_a_stop_string(tokenizer, monkeypatch):

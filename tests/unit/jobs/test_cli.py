@@ -42,7 +42,7 @@ def test_short_help_is_short_and_full_help_is_complete(command, capsys):
         assert f"{option} " in full_help or f"{option}\n" in full_help or f"{option}," in full_help
 
 
-def test_help_of_an_option_group(capsys):
+def test_help_can_be_limited_to_an_option_group(capsys):
     with pytest.raises(SystemExit):
         cli.run(["generate", "--help=sampling"])
     text = capsys.readouterr().out

@@ -123,7 +123,7 @@ def test_months_add_up_to_all_time(peagle):
         (["--by", "kye"], "did you mean key"),
     ],
 )
-def test_invalid_period_or_dimension(peagle, flags, message):
+def test_invalid_period_or_dimension_is_refused(peagle, flags, message):
     assert message in peagle("cost", "runs/serve", *flags, code=2)
 
 
@@ -145,12 +145,13 @@ def test_costs_are_converted_at_the_given_rate(peagle):
         (["--currency", "EUR", "--rate", "nan"], "positive"),
     ],
 )
-def test_invalid_currency_or_rate(peagle, flags, reason):
+def test_invalid_currency_or_rate_is_refused(peagle, flags, reason):
     assert reason in peagle("cost", "runs/serve", *flags, code=2)
 
 
 def test_nodes_usd_per_hour_is_overhead(peagle):
     arguments = ("cost", "runs/serve", "runs/nightly", "--format", "json", "--nodes-usd-per-hour", "0.5")
     rows = {row["run"]: row["usd"] for row in json.loads(peagle(*arguments))["rows"]}
-    assert rows["head and CPU nodes"]["overhead"] == rows["head and CPU nodes"]["total"] == 0.5 * (4 + 10)
+    nodes = rows["head and CPU nodes"]
+    assert nodes["overhead"] == nodes["total"] == 0.5 * (4 + 10)  # the endpoint ran for 4 h, the bulk run for 10 h
     assert "positive" in peagle(*arguments[:-1], "-1", code=2)

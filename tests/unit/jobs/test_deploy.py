@@ -21,10 +21,10 @@ def job(tmp_path):
 
 
 @pytest.fixture
-def fake_client(tmp_path, monkeypatch):
-    """Return a function that replaces a client program, such as kubectl, by one that saves its arguments and input."""
+def install_fake_client(tmp_path, monkeypatch):
+    """Return a function that replaces a client, such as kubectl, with a program that saves its arguments and input."""
 
-    def fake_client(name, *, last_command="exit 0"):
+    def install_fake_client(name, *, last_command="exit 0"):
         folder = tmp_path / "bin"
         folder.mkdir(exist_ok=True)
         path = folder / name
@@ -34,7 +34,7 @@ def fake_client(tmp_path, monkeypatch):
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
         monkeypatch.setenv("PATH", str(folder))
 
-    return fake_client
+    return install_fake_client
 
 
 def kuberay(*argv):
@@ -56,8 +56,8 @@ def test_json_result_has_the_written_objects(job, tmp_path, capsys):
     assert list(yaml.safe_load_all((tmp_path / "sub" / "k.yaml").read_text())) == result["objects"]
 
 
-def test_apply_passes_the_objects_to_kubectl(job, fake_client, tmp_path, capsys):
-    fake_client("kubectl")
+def test_apply_passes_the_objects_to_kubectl(job, install_fake_client, tmp_path, capsys):
+    install_fake_client("kubectl")
     assert kuberay(job, "--namespace", "team", "--apply") == 0
     assert (tmp_path / "arguments").read_text() == "apply -f -\n"
     objects = list(yaml.safe_load_all((tmp_path / "input").read_text()))
@@ -65,8 +65,8 @@ def test_apply_passes_the_objects_to_kubectl(job, fake_client, tmp_path, capsys)
     assert capsys.readouterr().out.endswith("made\n")
 
 
-def test_missing_or_failing_client_is_an_error(job, fake_client, capsys, monkeypatch):
-    fake_client("kubectl", last_command='echo "namespaces \\"team\\" not found" >&2; exit 1')
+def test_missing_or_failing_client_is_an_error(job, install_fake_client, capsys, monkeypatch):
+    install_fake_client("kubectl", last_command='echo "namespaces \\"team\\" not found" >&2; exit 1')
     assert kuberay(job, "--namespace", "team", "--apply") == 1
     assert 'kubectl apply -f - exited with code 1: namespaces "team" not found' in capsys.readouterr().err
     monkeypatch.setenv("PATH", "/nowhere")
@@ -74,9 +74,9 @@ def test_missing_or_failing_client_is_an_error(job, fake_client, capsys, monkeyp
     assert "kubectl is not installed here, so nothing was applied" in capsys.readouterr().err
 
 
-def test_cluster_apply_requires_aws_flags_and_output(job, fake_client, tmp_path, capsys):
+def test_cluster_apply_requires_aws_flags_and_output(job, install_fake_client, tmp_path, capsys):
     file = str(tmp_path / "c.yaml")
-    fake_client("ray")
+    install_fake_client("ray")
     assert cli.run(["deploy", "cluster", job, "--output", file, "--apply"]) == 2
     assert "--apply requires --ami, --security-group, --head-profile, --worker-profile" in capsys.readouterr().err
     assert cli.run(["deploy", "cluster", job, *AWS_FLAGS, "--apply"]) == 2

@@ -60,7 +60,7 @@ def test_torchvision_with_cuda_torch_is_fine():
         (cpu(20, "avx2"), GOOD_VERSIONS, BOTH_LIBRARIES, "no AVX-512"),
     ],
 )
-def test_each_advice_is_found(hardware, versions, libraries, advice):
+def test_each_piece_of_advice_is_given(hardware, versions, libraries, advice):
     notes = doctor.find_advice(hardware, versions, libraries)
     assert len(notes) == 1
     assert advice in notes[0]
@@ -86,7 +86,7 @@ def test_doctor_reports_the_precisions_of_the_hardware(hardware, fp8, int8, auto
     assert json.loads(json.dumps(result))["hardware"]["platform"] == hardware.platform
 
 
-def test_verdict_and_exit_code(capsys, monkeypatch):
+def test_verdict_matches_the_exit_code(capsys, monkeypatch):
     code, result = doctor.run(argparse.Namespace())
     assert code == (1 if result["problems"] else 0)
     assert ("not ready" in capsys.readouterr().out) == bool(result["problems"])

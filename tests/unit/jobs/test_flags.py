@@ -64,7 +64,7 @@ def test_fake_option_is_hidden_in_the_help(command):
     assert parser.parse_args(["--fake", "{}"]).fake == "{}"
 
 
-def test_fake_options_in_json_and_yaml(parse, tmp_path, monkeypatch):
+def test_fake_options_are_read_from_json_and_yaml(parse, tmp_path, monkeypatch):
     path = tmp_path / "c.yaml"
     path.write_text("engine: fake\nfake:\n  token_s: 0.5\n  die_on: poison\n")
     assert parse("--config", str(path)).fake == FakeTraits(token_s=0.5, die_on="poison")

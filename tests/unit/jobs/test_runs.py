@@ -16,7 +16,7 @@ GOLDEN = Path(__file__).parents[2] / "golden" / "run"
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder with a run, an empty folder and the folder of a training."""
+    """A folder with a run, an empty folder and a training folder."""
     shutil.copytree(GOLDEN, tmp_path / "runs" / "july" / "first")
     (tmp_path / "runs" / "empty").mkdir()
     training = tmp_path / "runs" / "head"
@@ -41,7 +41,7 @@ def test_folder_without_runs_is_reported(folder, capsys):
     assert f"{folder / 'missing'}: the folder does not exist" in capsys.readouterr().err
 
 
-def test_show_text_and_json_lines(folder, capsys):
+def test_show_prints_text_or_json_lines(folder, capsys):
     run = str(folder / "july" / "first")
     assert cli.run(["show", run, "--limit", "2"]) == 0
     first, text, second, _ = capsys.readouterr().out.splitlines()
@@ -72,7 +72,7 @@ def test_run_is_read_as_pandas_and_arrow(folder):
         Run.open(str(folder / "empty"))
 
 
-def test_completion_in_bash(capsys):
+def test_bash_completes_commands_and_flags(capsys):
     assert cli.run(["completion", "bash"]) == 0
     script = capsys.readouterr().out
     bash = shutil.which("bash")

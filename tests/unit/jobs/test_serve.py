@@ -12,7 +12,7 @@ from pipelines.online.config import ServeConfig
 
 
 @pytest.fixture
-def serve_error(tmp_path, capsys):
+def run_serve(tmp_path, capsys):
     def run(*arguments):
         code = cli.run(["serve", "--state", str(tmp_path / "state"), "--usd-per-hour", "1", *arguments])
         return code, capsys.readouterr().err
@@ -20,32 +20,32 @@ def serve_error(tmp_path, capsys):
     return run
 
 
-def test_empty_key_file_is_refused(serve_error, embedded_target, tmp_path):
-    code, error = serve_error("--keys", str(tmp_path / "none.json"))
+def test_empty_key_file_is_refused(run_serve, embedded_target, tmp_path):
+    code, error = run_serve("--keys", str(tmp_path / "none.json"))
     assert code == 2
     assert "contains no keys" in error
 
 
-def test_too_many_engines_are_refused(serve_error, embedded_target):
-    code, error = serve_error("--max-replicas", "1000")
+def test_too_many_engines_are_refused(run_serve, embedded_target):
+    code, error = run_serve("--max-replicas", "1000")
     assert code == 1
     assert "1000 engines" in error
 
 
-def test_port_in_use_is_refused(serve_error, embedded_target):
+def test_port_in_use_is_refused(run_serve, embedded_target):
     with socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # like the proxy of Ray Serve
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        code, error = serve_error("--port", str(port))
+        code, error = run_serve("--port", str(port))
     assert code == 2
     assert f"port {port} of 127.0.0.1: Address already in use" in error
 
 
-def test_metrics_port_of_remote_cluster_is_refused(serve_error, monkeypatch):
+def test_metrics_port_of_remote_cluster_is_refused(run_serve, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "192.0.2.1:6379")
-    code, error = serve_error("--engine", "fake", "--metrics-port", "9000")
+    code, error = run_serve("--engine", "fake", "--metrics-port", "9000")
     assert code == 2
     assert "ray start --metrics-export-port" in error
 
@@ -113,29 +113,29 @@ def test_existing_application_is_not_replaced(monkeypatch, tmp_path, status, is_
 
 
 @pytest.mark.parametrize(
-    ("running", "options", "message"),
+    ("http_options", "options", "message"),
     [
         ({}, {"tls_cert": "/c.pem", "tls_key": "/k.pem"}, "without TLS"),
         ({"ssl_certfile": "/c.pem", "ssl_keyfile": "/k.pem"}, {}, "with the certificate /c.pem"),
         ({"ssl_certfile": "/c.pem", "ssl_keyfile": "/k.pem"}, {"tls_cert": "/d.pem", "tls_key": "/k.pem"}, "/c.pem"),
     ],
 )
-def test_certificate_of_running_serve_must_match(monkeypatch, tmp_path, running, options, message):
+def test_certificate_of_running_serve_must_match(monkeypatch, tmp_path, http_options, options, message):
     """Otherwise, keys would be sent in plain text despite --tls-cert."""
     from ray import serve
 
     from jobs.serve import _deploy
 
     monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications={}))
-    set_listening_address(monkeypatch, "127.0.0.1", 8000, **running)
+    set_listening_address(monkeypatch, "127.0.0.1", 8000, **http_options)
     with pytest.raises(ConfigError, match=message):
         _deploy(ServeConfig(state=tmp_path, **options), None, [], is_remote=True)
 
 
-def test_certificate_without_key_is_refused(serve_error, tmp_path):
-    code, error = serve_error("--tls-cert", str(tmp_path / "cert.pem"))
+def test_certificate_without_key_is_refused(run_serve, tmp_path):
+    code, error = run_serve("--tls-cert", str(tmp_path / "cert.pem"))
     assert (code, "tls_cert is set without tls_key" in error) == (2, True)
-    code, error = serve_error("--tls-cert", str(tmp_path / "cert.pem"), "--tls-key", str(tmp_path / "key.pem"))
+    code, error = run_serve("--tls-cert", str(tmp_path / "cert.pem"), "--tls-key", str(tmp_path / "key.pem"))
     assert (code, f"tls_cert {tmp_path / 'cert.pem'}: No such file" in error) == (2, True)
 
 

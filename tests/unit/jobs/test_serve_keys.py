@@ -13,7 +13,7 @@ from tests.unit.pipelines.online.ledgers import make_request_usage
 LAST_OF_DECEMBER = datetime(2026, 12, 31, 23, 59, tzinfo=UTC)
 
 
-def test_add_list_and_revoke_keys(tmp_path, capsys):
+def test_keys_can_be_added_listed_and_revoked(tmp_path, capsys):
     path = str(tmp_path / "keys.json")
     assert cli.run(["serve", "keys", "add", "alice", "--keys", path, "--requests-per-min", "60"]) == 0
     key = capsys.readouterr().out.strip()
@@ -101,13 +101,13 @@ def test_set_changes_limits_and_rotate_replaces_the_key(tmp_path, capsys):
         assert cli.run(["serve", "keys", *arguments, "--keys", str(file)]) == code
         return capsys.readouterr()
 
-    old = keys("add", "alice", "--budget-usd", "5", "--requests-per-min", "60", "--operator").out.strip()
+    old_key = keys("add", "alice", "--budget-usd", "5", "--requests-per-min", "60", "--operator").out.strip()
     (before,) = json.loads(file.read_text())
     listed = keys("set", "alice", "--budget-usd", "20", "--without", "requests-per-min", "--without", "operator").out
     assert listed.strip() == "alice  budget_usd=20.0"
-    new = keys("rotate", "alice").out.strip()
+    new_key = keys("rotate", "alice").out.strip()
     (after,) = read_keys(file)
-    assert (find(old, [after]), find(new, [after])) == (None, after)
+    assert (find(old_key, [after]), find(new_key, [after])) == (None, after)
     assert (after.budget_usd, after.requests_per_min, after.is_operator) == (20.0, None, False)
     assert after.created_at == before["created_at"]  # so earlier spending of the key still counts
     assert "did you mean alice" in keys("rotate", "alcie", code=2).err

@@ -9,43 +9,44 @@ from pipelines.online import background
 
 
 @pytest.fixture
-def starts(monkeypatch, tmp_path):
+def background_calls(monkeypatch, tmp_path):
     """Record the endpoints that `peagle up` starts. If `error` is set, the start fails with that error."""
     monkeypatch.setenv("PEAGLE_HOME", str(tmp_path))
-    starts = SimpleNamespace(config=None, port=None, ended=[], error=None)
+    background_calls = SimpleNamespace(config=None, port=None, ended=[], error=None)
     endpoint = background.Endpoint(
         folder=tmp_path / "endpoints" / "m", state=tmp_path, url="http://x/v1", pid=1, born_at=0.0, started_at=0.0,
         stop_s=1.0,
     )  # fmt: skip
 
     def start(config, *, port):
-        starts.config, starts.port = config, port
+        background_calls.config, background_calls.port = config, port
         return endpoint
 
     def wait_until_up(endpoint, announce):
-        if starts.error:
-            raise starts.error
+        if background_calls.error:
+            raise background_calls.error
 
     monkeypatch.setattr(background, "start", start)
     monkeypatch.setattr(background, "wait_until_up", wait_until_up)
-    monkeypatch.setattr(background, "end", lambda endpoint: starts.ended.append(endpoint))
-    return starts
+    monkeypatch.setattr(background, "end", lambda endpoint: background_calls.ended.append(endpoint))
+    return background_calls
 
 
-def test_up_takes_model_and_serve_flags(starts, capsys):
+def test_up_takes_model_and_serve_flags(background_calls, capsys):
     assert cli.run(["up", "org/model", "--max-num-seqs", "2", "--idle-timeout", "30m", "--port", "8123"]) == 0
-    config = starts.config
-    assert (config.model, config.max_num_seqs, config.idle_timeout, starts.port) == ("org/model", 2, 1800, 8123)
+    config = background_calls.config
+    assert (config.model, config.max_num_seqs, config.idle_timeout) == ("org/model", 2, 1800)
+    assert background_calls.port == 8123
     assert "m is up at http://x/v1; `peagle down m` stops it" in capsys.readouterr().out
 
 
-def test_up_chooses_a_free_port(starts):
+def test_up_chooses_a_free_port(background_calls):
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
         used_port = other.getsockname()[1]
         assert cli.run(["up", "--port", str(used_port)]) == 0
-        assert starts.port == used_port
+        assert background_calls.port == used_port
     with socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -54,14 +55,14 @@ def test_up_chooses_a_free_port(starts):
         except OSError:
             pass  # already in use
         assert cli.run(["up"]) == 0
-    assert starts.port != 8000
+    assert background_calls.port != 8000
 
 
 @pytest.mark.parametrize(("error", "code"), [(EngineError("no"), 1), (KeyboardInterrupt(), 3)])
-def test_endpoint_whose_start_failed_is_stopped(starts, error, code):
-    starts.error = error
+def test_endpoint_whose_start_failed_is_stopped(background_calls, error, code):
+    background_calls.error = error
     assert cli.run(["up", "m"]) == code
-    assert [endpoint.name for endpoint in starts.ended] == ["m"]
+    assert [endpoint.name for endpoint in background_calls.ended] == ["m"]
 
 
 def test_up_list_prints_endpoints(monkeypatch, capsys, tmp_path):

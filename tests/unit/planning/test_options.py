@@ -90,13 +90,13 @@ def test_devices_without_an_engine_are_idle():
 
 
 @pytest.mark.parametrize("changes", [{}, INTERRUPTED, {"interruptions_per_h": 2.0, "lost_s": 30.0, "num_engines": 4}])
-def test_number_of_machines_is_the_smallest_that_is_in_time(changes):
+def test_number_of_machines_is_the_smallest_that_meets_the_deadline(changes):
     candidate = machine(**changes)
     num_machines = count_machines(candidate, 50e6, 7200, provision_s=180)
     assert num_machines > 2
-    for count, is_in_time in ((num_machines, True), (num_machines - 1, False)):
+    for count, meets_deadline in ((num_machines, True), (num_machines - 1, False)):
         result = estimate(candidate, count, 50e6, provision_s=180)
-        assert (result.wall_s <= 7200 + 1e-6) is is_in_time
+        assert (result.wall_s <= 7200 + 1e-6) is meets_deadline
 
 
 def test_service_does_not_pay_while_a_machine_is_replaced():

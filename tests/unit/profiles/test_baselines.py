@@ -15,19 +15,19 @@ def session(drafter="smollm2-135m-eagle3", k=3, model="smollm2-135m"):
     return engine_session(num_devices=2, model=model, drafter=drafter, num_speculative_tokens=k)
 
 
-def test_baseline_of_cells_by_concurrency(cells):
+def test_baseline_of_cells_has_steps_by_concurrency(cells):
     assert baseline_of_cells(cells, "peagle", 3, "here") is None, "no step times"
-    timed = [
+    cells_with_times = [
         cell.model_copy(update={"step_s": 0.01 * cell.concurrency * (2 if cell.has_drafter else 1), "spread": 0.04})
         for cell in cells
         if (cell.method, cell.concurrency) != ("none", 1)
     ]
-    baseline = baseline_of_cells(timed, "peagle", 3, "here")
+    baseline = baseline_of_cells(cells_with_times, "peagle", 3, "here")
     assert baseline is not None
     assert [step.concurrency for step in baseline.steps] == [4, 16]
     assert [step.break_even for step in baseline.steps] == [2.0, 2.0]
     assert [step.error for step in baseline.steps] == pytest.approx([0.04, 0.04])
-    assert baseline_of_cells(timed, "eagle3", 3, "here") is None
+    assert baseline_of_cells(cells_with_times, "eagle3", 3, "here") is None
 
 
 def test_baseline_of_a_table_equals_its_benchmark():
@@ -79,7 +79,7 @@ def test_benchmarks_without_a_baseline_are_refused(tmp_path, content, message):
         read_benchmark(path)
 
 
-def test_break_evens_of_cells(cell, cells):
+def test_break_evens_are_computed_from_cells(cell, cells):
     assert break_evens(cells[0], cells) == pytest.approx({4: 1.28, 1: 1.2, 16: 2.0})  # 1.28 = 1.6 * 40 / 50
     assert break_evens(cells[1], cells) == pytest.approx({4: 1.75 * 40 / 48})
     assert break_evens(cells[2], cells) == {}

@@ -7,25 +7,26 @@ from peagle.profiles.profile import read_profile, write_profile
 
 
 @pytest.fixture
-def file(profile, tmp_path):
+def profile_file(profile, tmp_path):
     write_profile(tmp_path / "p.yaml", profile)
     return tmp_path / "p.yaml"
 
 
 @pytest.fixture
-def change_profile(file):
+def change_profile(profile_file):
     def change(edit):
-        data = yaml.safe_load(file.read_text())
+        data = yaml.safe_load(profile_file.read_text())
         edit(data)
-        file.write_text(yaml.safe_dump(data))
-        return file
+        profile_file.write_text(yaml.safe_dump(data))
+        return profile_file
 
     return change
 
 
-def test_profile_round_trip(file, profile):
-    assert read_profile(file) == profile
-    assert file.read_text().startswith("# P-EAGLE K=3: 50.0 output tokens/s, 4 concurrent requests.\n# peagle generate")
+def test_profile_round_trip(profile_file, profile):
+    assert read_profile(profile_file) == profile
+    first_lines = "# P-EAGLE K=3: 50.0 output tokens/s, 4 concurrent requests.\n# peagle generate"
+    assert profile_file.read_text().startswith(first_lines)
     assert profile.chosen == profile.measurements[0]
 
 
@@ -37,7 +38,7 @@ def test_profile_round_trip(file, profile):
         ("- a", "peagle_profile is missing"),
     ],
 )
-def test_file_that_is_no_profile_is_refused(text, message, tmp_path):
+def test_file_that_is_not_a_profile_is_refused(text, message, tmp_path):
     with pytest.raises(ConfigError, match="No such file"):
         read_profile(tmp_path / "x.yaml")
     (tmp_path / "x.yaml").write_text(text)
@@ -64,8 +65,8 @@ def test_invalid_profiles_are_refused(edit, message, change_profile):
         read_profile(change_profile(edit))
 
 
-def test_profile_sets_options_that_are_not_given(file):
-    options = EngineOptions(profile=file, max_model_len=512)
+def test_profile_sets_options_that_are_not_given(profile_file):
+    options = EngineOptions(profile=profile_file, max_model_len=512)
     assert (options.drafter, options.num_speculative_tokens, options.max_num_seqs) == ("peagle", 3, 4)
     assert (options.max_num_batched_tokens, options.max_model_len) == (2048, 512)
 
@@ -78,21 +79,21 @@ def test_profile_sets_options_that_are_not_given(file):
         ({"max_num_seqs": 64}, {"max_num_batched_tokens": None, "num_speculative_tokens": 3}),
     ],
 )
-def test_given_option_also_replaces_related_options_of_the_profile(options, expected, file):
-    resolved = EngineOptions(profile=file, **options)
+def test_given_option_also_replaces_related_options_of_the_profile(options, expected, profile_file):
+    resolved = EngineOptions(profile=profile_file, **options)
     assert {name: getattr(resolved, name) for name in expected} == expected
 
 
-def test_profile_of_another_target_is_refused(file):
+def test_profile_of_another_target_is_refused(profile_file):
     with pytest.raises(ConfigError, match=r"p.yaml is for smollm2-135m, but the model is gpt-oss-20b") as error:
-        EngineOptions(profile=file, model="gpt-oss-20b")
+        EngineOptions(profile=profile_file, model="gpt-oss-20b")
     assert "peagle tune --model gpt-oss-20b" in error.value.hint
 
 
 def test_target_folder_can_be_given_by_relative_path(change_profile, tmp_path, monkeypatch):
     (tmp_path / "target").mkdir()
     monkeypatch.chdir(tmp_path)
-    file = change_profile(lambda data: data["engine"].update(model=str(tmp_path / "target")))
-    assert EngineOptions(profile=file, model="target").model == "target"
+    profile_file = change_profile(lambda data: data["engine"].update(model=str(tmp_path / "target")))
+    assert EngineOptions(profile=profile_file, model="target").model == "target"
     with pytest.raises(ConfigError, match="but the model is elsewhere"):
-        EngineOptions(profile=file, model="elsewhere")
+        EngineOptions(profile=profile_file, model="elsewhere")

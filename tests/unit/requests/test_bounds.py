@@ -73,7 +73,7 @@ def test_schema_deeper_than_pythons_stack_is_refused():
     assert message is None or "nested" in message
 
 
-def test_bounds_of_patterns_grammars_and_choices():
+def test_patterns_grammars_and_choices_are_bounded():
     assert "500,000" in pattern_error("(ab){500000}")
     assert "500,000" in pattern_error("(ab){ 2 , 500000 }")
     assert pattern_error("a{" + "9" * 5000 + "}")

@@ -7,7 +7,7 @@ import pytest
 from peagle.errors import ConfigError, InputError
 from peagle.requests.templates import Template
 
-COLUMNS = ["a", "b", "n", "rec", "items"]
+COLUMNS = ["a", "b", "n", "rec", "items"]  # `c` and `d` are missing
 ROW = {"a": "x", "b": None, "n": float("nan"), "rec": {"k": "v", "null": None}, "items": ["p", None]}
 
 
@@ -39,7 +39,7 @@ def render(text, row=ROW, columns=COLUMNS):
         ("{% filter upper %}{{ a }}{% endfilter %}{{ dict(k=1).k }}", "X1"),
     ],
 )  # fmt: skip
-def test_template_renders_without_missing_columns_or_with_alternatives(text, rendered):
+def test_template_that_handles_missing_columns_renders(text, rendered):
     assert render(text) == rendered
 
 

@@ -47,11 +47,11 @@ class CorpusRun:
         """Export the run, and return the exported rows and dead letters."""
         export(self.run, output_format)
         folder = self.run.root / "export" / output_format
-        letters = parse_json_lines(folder / "errors.jsonl")
+        dead_letters = parse_json_lines(folder / "errors.jsonl")
         if output_format == "parquet":
             with open_to_read(folder / "output.parquet") as file:
-                return pq.read_table(file), letters
-        return parse_json_lines(folder / "output.jsonl"), letters
+                return pq.read_table(file), dead_letters
+        return parse_json_lines(folder / "output.jsonl"), dead_letters
 
     def findings(self):
         """Return the findings of an audit of the units."""

@@ -99,8 +99,8 @@ def test_columns_of_all_types_are_exported_as_parquet_and_json(tmp_path, name):
         assert repr(table.column("x").to_pylist()) == repr(original.slice(0, 2).to_pylist())
     # Rows must be sortable, since a retry reorders them.
     assert cast_to_plain(table).sort_by([("id", "descending")]).column("x")[0] == cast_to_plain(table).column("x")[1]
-    rows, letters = run.export("jsonl")
-    assert [row["x"] for row in (*rows, *(letter["row"] for letter in letters))] == json_values
+    rows, dead_letters = run.export("jsonl")
+    assert [row["x"] for row in (*rows, *(letter["row"] for letter in dead_letters))] == json_values
 
 
 EXPORT_AND_AUDIT = """
@@ -176,12 +176,12 @@ def test_input_columns_keep_their_names(tmp_path, suffix):
     output_names = names_in_file(list(rows[0]), keeps_inputs=True)[len(rows[0]) :]
     names = dict(zip(OUTPUT_SCHEMA.names, output_names, strict=True))
     assert run.findings() == []
-    (exported, letters), (table, _) = run.export("jsonl"), run.export("parquet")
+    (exported, dead_letters), (table, _) = run.export("jsonl"), run.export("parquet")
     for index, row in enumerate(rows[:2]):
         for name, value in row.items():
             assert (exported[index][name], table.column(name)[index].as_py()) == (value, value)
         assert (exported[index][names["id"]], exported[index][names["response"]]) == (f"{index:09d}", "x")
-    (letter,) = letters
+    (letter,) = dead_letters
     assert letter["row"] == rows[2]
     assert (letter["id"], letter["reason"]) == ("000000002", "invalid_prompt")
     batch, errors = run.export("openai-batch")

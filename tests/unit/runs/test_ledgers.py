@@ -10,7 +10,14 @@ from peagle.economics.spending import Days, Spend, charges, day_of
 from peagle.errors import ConfigError, PeagleError, PriceError
 from peagle.runs.ledgers import find_ledgers, ledger_folders, require_runs
 from peagle.storage import storage_path, write_atomic
-from tests.unit.economics.month import BULK, make_unit_usage, timestamp, write_endpoint, write_nightly, write_run
+from tests.unit.economics.month import (
+    BULK_SESSION,
+    make_unit_usage,
+    timestamp,
+    write_endpoint,
+    write_nightly,
+    write_run,
+)
 from tests.unit.pipelines.online.ledgers import make_request_usage
 
 
@@ -105,9 +112,9 @@ def test_sessions_of_a_run_have_the_model_the_tags_and_the_price_of_its_manifest
     assert session.usd_per_device_s * 2 * 3600 == pytest.approx(0.10264)
 
 
-def test_batch_run_is_not_counted_again_beside_its_endpoint(month):
+def test_batch_run_is_not_counted_again_next_to_its_endpoint(month):
     units = [make_unit_usage("bulk", busy_s=10.0, tokens=5, finished_at=timestamp(11, 30, 23))]
-    write_run(month / "batches", [BULK], units, command=("POST", "/v1/batches", "batch_1"))
+    write_run(month / "batches", [BULK_SESSION], units, command=("POST", "/v1/batches", "batch_1"))
     batches_only = find_ledgers(["batches"])
     assert total_spend(batches_only).attributed_usd == pytest.approx(10 * 0.10264 / 3600)
     endpoint_only = total_spend(find_ledgers(["serve"]))
@@ -121,7 +128,7 @@ def test_batch_run_is_not_counted_again_beside_its_endpoint(month):
 def test_sessions_on_engines_of_an_endpoint_are_not_counted_in_the_run(month):
     lent = "20261101T000000-lent"  # counted in the ledger of the endpoint that lent its engine
     units = [make_unit_usage(name, busy_s=10.0, tokens=5, finished_at=timestamp(11, 30, 23)) for name in ("bulk", lent)]
-    write_run(month / "batches", [BULK, replace(BULK, session_id=lent)], units)
+    write_run(month / "batches", [BULK_SESSION, replace(BULK_SESSION, session_id=lent)], units)
     assert total_spend(find_ledgers(["batches"])).attributed_usd == pytest.approx(10 * 0.10264 / 3600)
 
 
@@ -132,7 +139,7 @@ def test_unit_without_session_is_an_error(month):
 
 
 def test_price_for_another_device_is_refused(month):
-    write_run(month / "gpu", [replace(BULK, device="accelerator")], [])
+    write_run(month / "gpu", [replace(BULK_SESSION, device="accelerator")], [])
     with pytest.raises(PriceError, match="per vcpu"):
         find_ledgers(["gpu"])
 

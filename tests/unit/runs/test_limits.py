@@ -12,24 +12,24 @@ def make_situation(**changes):
     return Situation(**{"now": 1000.0, "spent_usd": 5.0, "num_processed_rows": 50, "num_failed_rows": 3, **changes})
 
 
-@pytest.mark.parametrize(("spent_usd", "stops"), [(9.59, False), (9.6, True), (12.0, True)])
-def test_budget_reserves_the_cost_of_shutdown(spent_usd, stops):
+@pytest.mark.parametrize(("spent_usd", "is_reached"), [(9.59, False), (9.6, True), (12.0, True)])
+def test_budget_reserves_the_cost_of_shutdown(spent_usd, is_reached):
     limit_reached = find_reached_limit(Limits(budget_usd=10.0, reserve_usd=0.4), make_situation(spent_usd=spent_usd))
-    assert (limit_reached is not None) == stops
+    assert (limit_reached is not None) == is_reached
     if limit_reached:
         assert limit_reached.limit == "budget"
         assert "the budget of $10.00 is reached" in limit_reached.message
         assert "shutting the run down may cost $0.4" in limit_reached.message
 
 
-@pytest.mark.parametrize(("now", "stops"), [(1962.9, False), (1963.0, True), (3000.0, True)])
-def test_deadline_reserves_time_for_shutdown(now, stops):
+@pytest.mark.parametrize(("now", "is_reached"), [(1962.9, False), (1963.0, True), (3000.0, True)])
+def test_deadline_reserves_time_for_shutdown(now, is_reached):
     limit_reached = find_reached_limit(Limits(deadline_at=2000.0, reserve_s=37.0), make_situation(now=now))
-    assert (limit_reached and limit_reached.limit) == ("deadline" if stops else None)
+    assert (limit_reached and limit_reached.limit) == ("deadline" if is_reached else None)
 
 
 @pytest.mark.parametrize(
-    ("text", "num_failed_rows", "num_processed_rows", "stops"),
+    ("text", "num_failed_rows", "num_processed_rows", "is_reached"),
     [
         ("0", 0, 10, False),
         ("0", 1, 1, True),
@@ -42,11 +42,11 @@ def test_deadline_reserves_time_for_shutdown(now, stops):
         ("100%", 200, 200, False),
     ],
 )
-def test_dead_letters_are_limited_by_number_or_share(text, num_failed_rows, num_processed_rows, stops):
+def test_dead_letters_are_limited_by_number_or_share(text, num_failed_rows, num_processed_rows, is_reached):
     limits = Limits(max_failed_rows=MaxFailedRows.parse(text))
     situation = make_situation(num_failed_rows=num_failed_rows, num_processed_rows=num_processed_rows)
     limit_reached = find_reached_limit(limits, situation)
-    assert (limit_reached is not None) == stops
+    assert (limit_reached is not None) == is_reached
     if limit_reached:
         rows = f"{num_failed_rows} of {num_processed_rows} rows"
         assert limit_reached.message == f"{rows} are dead letters, more than --max-failed-rows {text}"

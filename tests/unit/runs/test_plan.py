@@ -128,7 +128,7 @@ def test_chunks_keep_the_order_and_end_with_single_units():
     units = [make_unit(number, 0) for number in range(20_000)]
     all_chunks = chunks(units)
     assert list(itertools.chain(*all_chunks)) == units
-    assert all(len(chunk) == 1 for chunk in all_chunks[-512:])
+    assert all(len(chunk) == 1 for chunk in all_chunks[-512:])  # a chunk has at most 1/512 of the remaining units
     assert len(all_chunks) < 3_000
     assert max(map(len, all_chunks)) <= 256
     assert chunks(units[:3]) == [units[:1], units[1:2], units[2:3]]

@@ -33,11 +33,11 @@ def test_report_counts_concurrent_engines(tmp_path, one_unit_plan, monkeypatch, 
     run.create({"price": price.to_dict(), "run": {"num_engines": num_planned}, "created_at": 1.0}, one_unit_plan)
     for number in range(num_sessions):
         run.write_session(engine_session(f"s{number}", engine_index=number, started_at=1.0, busy_s=8.0))
-    values = {}
-    monkeypatch.setattr(report, "report_dict", lambda _, information: values.update(information) or {"notes": []})
+    report_facts = {}
+    monkeypatch.setattr(report, "report_dict", lambda _, information: report_facts.update(information) or {"notes": []})
     monkeypatch.setattr(report, "render_html", lambda _: "")
     report.make_report(run)
-    assert values["num_engines"] == expected
+    assert report_facts["num_engines"] == expected
 
 
 def plan_of(num_units, num_retries=0):
@@ -46,7 +46,7 @@ def plan_of(num_units, num_retries=0):
 
 
 @pytest.mark.parametrize(
-    ("reads", "num_calls"),
+    ("reads", "num_calls"),  # each read: the plan and the committed units
     [
         ([(plan_of(1), {0}), (plan_of(1), {0})], 1),
         ([(plan_of(2), {0}), (plan_of(2), {0})], 1),  # unfinished: the driver that finishes the run computes it again
@@ -77,12 +77,12 @@ def run(tmp_path, one_unit_plan):
     return run
 
 
-def commit(run, rows, *, unit=0, letters=()):
+def commit(run, rows, *, unit=0, dead_letters=()):
     times = {"busy_s": 5.0, "started_at": 2.0, "finished_at": 7.0}
-    usage = unit_usage("a", num_rows=len(rows), num_failed_rows=len(letters), num_output_tokens=9, **times)
+    usage = unit_usage("a", num_rows=len(rows), num_failed_rows=len(dead_letters), num_output_tokens=9, **times)
     schema = pa.schema([("prompt", pa.string()), ("weight", pa.float64()), *OUTPUT_SCHEMA])
     table = pa.Table.from_pylist([dict.fromkeys(schema.names) | row for row in rows], schema)
-    assert run.commit(unit, table, usage, letters)
+    assert run.commit(unit, table, usage, dead_letters)
 
 
 def make_row(number, **more):
@@ -143,14 +143,14 @@ def test_large_runs_are_sampled(run, monkeypatch):
 
 def test_row_figures_are_none_without_rows(run):
     assert row_figures(run) is None
-    commit(run, [], letters=[{"reason": "refused", "message": "no"}])
+    commit(run, [], dead_letters=[{"reason": "refused", "message": "no"}])
     assert row_figures(run) is None
 
 
 def test_failures_are_counted_by_reason(run):
-    letters = [{"reason": "invalid", "message": "first"}, {"reason": "refused", "message": "y" * 900}]
-    letters += [{"reason": "invalid", "message": "second"}]
-    commit(run, [make_row(0)], letters=letters)
+    dead_letters = [{"reason": "invalid", "message": "first"}, {"reason": "refused", "message": "y" * 900}]
+    dead_letters += [{"reason": "invalid", "message": "second"}]
+    commit(run, [make_row(0)], dead_letters=dead_letters)
     counted_failures = failures(run)
     assert [(failure["reason"], failure["count"]) for failure in counted_failures] == [("invalid", 2), ("refused", 1)]
     assert counted_failures[0]["example"] == "first"
@@ -173,21 +173,21 @@ def test_last_bin_of_a_histogram_has_the_largest_values():
 
 
 def test_report_is_made_without_failures_if_dead_letters_are_missing(run):
-    commit(run, [make_row(0)], letters=[{"reason": "invalid", "message": "no"}])
-    (letters,) = (run.root / "failed").iterdir()
-    letters.unlink()
+    commit(run, [make_row(0)], dead_letters=[{"reason": "invalid", "message": "no"}])
+    (letters_file,) = (run.root / "failed").iterdir()
+    letters_file.unlink()
     result = make_report(run)
     assert result["account"]["num_failed_rows"] == 1
     assert result["failures"] is None
     assert result["rows"]["num_read"] == 1
-    assert f"The failures are not shown: {letters}" in result["notes"][-1]
+    assert f"The failures are not shown: {letters_file}" in result["notes"][-1]
 
 
 def test_report_has_row_sections_and_labels_the_fake_engine(run):
     commit(
         run,
         [make_row(0, response=SCRIPT, prompt=SCRIPT), make_row(1)],
-        letters=[{"reason": "invalid", "message": SCRIPT}],
+        dead_letters=[{"reason": "invalid", "message": SCRIPT}],
     )
     result = make_report(run)
     page = (run.root / "report.html").read_text(encoding="utf-8")

@@ -2,7 +2,7 @@ import pytest
 
 from peagle.runs.suspects import Note, RowsInEngine, UnitNotes, Verdict, judge, stale_notes
 
-LOST = Note()  # the note of a process that ended without naming the rows in its engine
+LOST_NOTE = Note()  # the note of a process that ended without naming the rows in its engine
 
 
 @pytest.fixture
@@ -34,10 +34,10 @@ def verdict(suspects=(), poisoned=()):
         ([crash_note(0, 2), crash_note(0, alone=True), crash_note(2, alone=True)], verdict(suspects=[0, 2])),
         ([crash_note(0, 2), crash_note(0, alone=True), lost_alone_note(0)], verdict(suspects=[2], poisoned=[0])),
         ([crash_note(0, 2), crash_note(1)], verdict(suspects=[0, 1, 2])),
-        ([LOST], verdict()),
-        ([LOST, LOST], verdict(suspects=range(4))),
-        ([LOST, LOST, lost_alone_note(3)], verdict(suspects=range(4))),
-        ([LOST, LOST, lost_alone_note(3), lost_alone_note(3)], verdict(suspects=range(3), poisoned=[3])),
+        ([LOST_NOTE], verdict()),
+        ([LOST_NOTE, LOST_NOTE], verdict(suspects=range(4))),
+        ([LOST_NOTE, LOST_NOTE, lost_alone_note(3)], verdict(suspects=range(4))),
+        ([LOST_NOTE, LOST_NOTE, lost_alone_note(3), lost_alone_note(3)], verdict(suspects=range(3), poisoned=[3])),
         ([crash_note(1), lost_alone_note(1)], verdict(suspects=[1])),
         ([lost_alone_note(1), lost_alone_note(2)], verdict(suspects=[1, 2])),
     ],
@@ -63,13 +63,13 @@ def test_notes_are_read_by_the_next_process(folder):
 def test_rows_of_waiting_units_are_not_suspects(folder):
     for session in ("a", "b"):
         UnitNotes(folder, 1, session).write(lost_alone_note(0))
-        UnitNotes(folder, 2, session).write(LOST)
+        UnitNotes(folder, 2, session).write(LOST_NOTE)
     assert UnitNotes(folder, 2, "c").verdict(3) == verdict()
     assert UnitNotes(folder, 1, "c").verdict(3) == verdict(poisoned=[0])
 
 
 def test_stale_notes_name_no_rows_or_belong_to_committed_units(folder):
-    UnitNotes(folder, 1, "a").write(LOST)
+    UnitNotes(folder, 1, "a").write(LOST_NOTE)
     UnitNotes(folder, 2, "a").write(crash_note(0))
     UnitNotes(folder, 3, "a").write(lost_alone_note(0))
     UnitNotes(folder, 4, "a").write(crash_note(0))

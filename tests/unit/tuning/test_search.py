@@ -11,10 +11,10 @@ START_S, PASS_S = 60.0, 10.0
 ENGINES = ("none", "k3", "k5", "k7")
 
 
-class SimulatedSpeeds:
-    """Runs a search with simulated tokens/s by engine and concurrency. More passes reduce the `noise`."""
+class SimulatedSearch:
+    """A search with simulated tokens/s by engine and concurrency. More passes reduce the `noise`."""
 
-    def __init__(self, speed, *, budget_s=1000000000.0, noise=None, excess=lambda candidate: 0.0, broken=()):
+    def __init__(self, speed, *, budget_s=1e9, noise=None, excess=lambda candidate: 0.0, broken=()):
         self.speed, self.noise, self.excess, self.broken = speed, noise or {}, excess, broken
         self.finished: list[CandidatePass] = []
         self.starts: list[str] = []
@@ -65,7 +65,7 @@ def speed_of(engine, concurrency):
 
 
 def test_all_candidates_then_finalists_are_measured():
-    simulated = SimulatedSpeeds(speed_of)
+    simulated = SimulatedSearch(speed_of)
     assert simulated.run() == candidate("k5", 4)
     assert simulated.passes == {
         **dict.fromkeys(grid(), 1), candidate("k5", 4): FINAL_PASSES, candidate("k3", 4): FINAL_PASSES,
@@ -73,7 +73,7 @@ def test_all_candidates_then_finalists_are_measured():
 
 
 def test_engine_is_started_once_for_all_concurrencies():
-    simulated = SimulatedSpeeds(speed_of)
+    simulated = SimulatedSearch(speed_of)
     simulated.run()
     assert simulated.starts[:4] == list(ENGINES)
     engines = [engine for engine, _ in itertools.groupby(planned.candidate.engine for planned in simulated.finished)]
@@ -81,8 +81,8 @@ def test_engine_is_started_once_for_all_concurrencies():
 
 
 @pytest.mark.parametrize(("factor", "num_finalists"), [(1.25, 3), (0.9, 2)])
-def test_nearly_as_fast_candidate_without_a_drafter_is_a_finalist(factor, num_finalists):
-    simulated = SimulatedSpeeds(
+def test_candidate_without_a_drafter_is_a_finalist_if_nearly_as_fast(factor, num_finalists):
+    simulated = SimulatedSearch(
         lambda engine, concurrency: (
             speed_of(engine, concurrency) * (factor if engine == "none" and concurrency == 4 else 1.0)
         )
@@ -95,14 +95,14 @@ def test_drafter_must_be_faster_by_two_percent():
     def equal_speed(engine, concurrency):
         return 300.0 if engine == "none" else 303.0 if engine == "k3" else 100.0
 
-    best = SimulatedSpeeds(equal_speed).run()
+    best = SimulatedSearch(equal_speed).run()
     assert best is not None
     assert not best.has_drafter
 
 
 @pytest.mark.parametrize("budget_s", [100.0, 300.0, 500.0, 700.0])
 def test_search_ends_within_its_budget(budget_s):
-    simulated = SimulatedSpeeds(speed_of, budget_s=budget_s)
+    simulated = SimulatedSearch(speed_of, budget_s=budget_s)
     simulated.run()
     # Only the first engine may exceed the budget, because nothing has been measured yet.
     assert simulated.search.spent_s <= budget_s or len(simulated.starts) == 1
@@ -110,10 +110,10 @@ def test_search_ends_within_its_budget(budget_s):
 
 
 def test_candidates_within_limits_have_priority():
-    limited = SimulatedSpeeds(speed_of, excess=lambda candidate: 0.1 if candidate.concurrency == 4 else 0.0)
+    limited = SimulatedSearch(speed_of, excess=lambda candidate: 0.1 if candidate.concurrency == 4 else 0.0)
     best = limited.run()
     assert best is not None
     assert best.concurrency != 4
-    impossible = SimulatedSpeeds(speed_of, excess=lambda candidate: 0.1)
+    impossible = SimulatedSearch(speed_of, excess=lambda candidate: 0.1)
     assert impossible.run() is None
     assert impossible.search.ranked()

@@ -14,12 +14,12 @@ from peagle.errors import PriceError
 
 # Columns of FOCUS 1.2 (FinOps Open Cost and Usage Specification; specification/columns in its repository), with a
 # pattern for the values: the mandatory columns, and the conditional columns that apply to these charges.
-TEXT, DECIMAL, MOMENT = r"\S(?:.*\S)?", r"-?\d+(?:\.\d+)?", r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ"
+TEXT, DECIMAL, TIMESTAMP = r"\S(?:.*\S)?", r"-?\d+(?:\.\d+)?", r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ"
 UNIT = r"[A-Z][a-z]+s|[A-Z][a-z]+-(?:Hours|Seconds)"
 MANDATORY = {
     "BilledCost": DECIMAL, "BillingAccountId": TEXT, "BillingAccountName": TEXT, "BillingCurrency": "[A-Z]{3}",
-    "BillingPeriodEnd": MOMENT, "BillingPeriodStart": MOMENT, "ChargeCategory": "Usage", "ChargeClass": "",
-    "ChargeDescription": TEXT, "ChargePeriodEnd": MOMENT, "ChargePeriodStart": MOMENT, "ContractedCost": DECIMAL,
+    "BillingPeriodEnd": TIMESTAMP, "BillingPeriodStart": TIMESTAMP, "ChargeCategory": "Usage", "ChargeClass": "",
+    "ChargeDescription": TEXT, "ChargePeriodEnd": TIMESTAMP, "ChargePeriodStart": TIMESTAMP, "ContractedCost": DECIMAL,
     "EffectiveCost": DECIMAL, "InvoiceIssuerName": TEXT, "ListCost": DECIMAL, "PricingQuantity": DECIMAL,
     "PricingUnit": UNIT, "ProviderName": TEXT, "PublisherName": TEXT, "ServiceCategory": "AI and Machine Learning",
     "ServiceName": TEXT,
@@ -53,7 +53,7 @@ def focus_rows(*charges):
         {},
         {"market": "spot", "key": "", "region": "", "tags": "{}"},
         {"spend": Spend(loading_usd=1e-9, lost_usd=1e6 / 7)},
-        {"spend": Spend(attributed_usd=2 / 3), "provider": ""},  # trainings have no tokens
+        {"spend": Spend(attributed_usd=2 / 3), "provider": ""},  # training runs have no tokens
         {"usd_per_device_s": 0.0, "market": "", "spend": Spend(attributed_usd=100 / 3, num_requests=49_999)},
         {"usd_per_device_s": 0.0, "market": "", "spend": Spend(attributed_usd=2.0)},
     ],
@@ -63,11 +63,13 @@ def test_rows_follow_the_specification(charge, changes):
     rows = focus_rows(replace(charge, **changes))
     assert rows
     for row in rows:
-        own_columns = {name for name in row if name.startswith("x_")}
-        assert row.keys() - own_columns == MANDATORY.keys() | CONDITIONAL.keys() | NULLABLE
-        assert set(list(row)[-len(own_columns) :]) == own_columns, "FOCUS columns come first"
-        wrong = {name for name, pattern in (MANDATORY | CONDITIONAL).items() if not re.fullmatch(pattern, row[name])}
-        assert wrong == set()
+        custom_columns = {name for name in row if name.startswith("x_")}
+        assert row.keys() - custom_columns == MANDATORY.keys() | CONDITIONAL.keys() | NULLABLE
+        assert set(list(row)[-len(custom_columns) :]) == custom_columns, "FOCUS columns come first"
+        mismatched = {
+            name for name, pattern in (MANDATORY | CONDITIONAL).items() if not re.fullmatch(pattern, row[name])
+        }
+        assert mismatched == set()
         for first, other in NULL_TOGETHER:
             assert (row[first] == "") == (row[other] == "")
         assert row["ResourceName"] != row["ResourceId"]
@@ -103,7 +105,7 @@ def test_rows_are_grouped_and_add_up_exactly(charge):
     assert sum(Decimal(row["BilledCost"]) for row in rows) == Decimal("8.546666667")
 
 
-def test_batch_is_priced_by_the_request(charge):
+def test_batch_is_priced_per_request(charge):
     (row,) = focus_rows(replace(charge, usd_per_device_s=0.0, spend=Spend(attributed_usd=3.0, num_requests=7)))
     assert (row["PricingUnit"], row["PricingQuantity"]) == ("Requests", "7")
     assert 7 * float(row["ListUnitPrice"]) == pytest.approx(3)

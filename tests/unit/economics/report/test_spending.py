@@ -15,9 +15,9 @@ FIRST_DAY = 20_000  # 2024-10-04
 CHARGE_FIELDS = {"day": FIRST_DAY, "run": "r", "market": "", "usd_per_device_s": 0.01, "model": "m", "drafter": "none"}
 
 
-def make_statement(*, is_priced=True, scale=1.0):
-    work = Spend(attributed_usd=scale * 2 / 3, num_requests=2, num_output_tokens=1_000_000)
-    overhead = Spend(loading_usd=scale / 3, idle_usd=scale / 7, lost_usd=scale / 9, is_priced=is_priced)
+def make_statement(*, is_priced=True):
+    work = Spend(attributed_usd=2 / 3, num_requests=2, num_output_tokens=1_000_000)
+    overhead = Spend(loading_usd=1 / 3, idle_usd=1 / 7, lost_usd=1 / 9, is_priced=is_priced)
     charges = [Charge(key=key, spend=work, **CHARGE_FIELDS) for key in ("alice|<b>", "bob")]
     charges.append(Charge(key="", spend=overhead, **CHARGE_FIELDS))
     return statement(charges, ("key", "day"), Days(20_000, 20_001), ["A note."])

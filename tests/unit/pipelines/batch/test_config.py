@@ -13,7 +13,7 @@ def config(**options):
     return GenerateConfig(input="i", output="o", **options)
 
 
-def test_schema_from_text_or_file(tmp_path):
+def test_schema_is_read_from_text_or_a_file(tmp_path):
     file = tmp_path / "schema.json"
     file.write_text(json.dumps(SCHEMA))
     for value in (str(file), json.dumps(SCHEMA), SCHEMA):
@@ -84,7 +84,7 @@ def test_nodes_per_engine_must_divide_ranks(options, message):
     assert config(nodes_per_engine=3, tensor_parallel_size=2, pipeline_parallel_size=3).nodes_per_engine == 3
 
 
-def test_schema_file_with_byte_order_mark(tmp_path):
+def test_schema_file_with_a_byte_order_mark_is_read(tmp_path):
     path = tmp_path / "schema.json"
     path.write_bytes(b'\xef\xbb\xbf{"type": "object"}')
     assert GenerateConfig(input="x", output="y", json_schema=str(path)).json_schema == '{"type": "object"}'

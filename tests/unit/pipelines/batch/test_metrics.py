@@ -38,9 +38,9 @@ def make_unit_usage(num_rows, num_failed_rows=0):
     )
 
 
-def make_session(life_s):
+def make_session(lifetime_s):
     return engine_session(
-        num_devices=2, last_seen_at=life_s, load_s=1.0, busy_s=life_s - 1.0, ended=False, usd_per_device_s=0.5
+        num_devices=2, last_seen_at=lifetime_s, load_s=1.0, busy_s=lifetime_s - 1.0, ended=False, usd_per_device_s=0.5
     )
 
 
@@ -92,7 +92,7 @@ def test_batch_metrics_use_the_served_name(ray_metrics, make_metrics):
 
 
 @pytest.mark.parametrize(("break_even", "expected"), [({1: 1.2, 8: 2.0}, 2.0), ({}, None)])
-def test_break_even_gauge_is_that_of_all_slots(ray_metrics, resolved_run, break_even, expected):
+def test_break_even_gauge_is_for_full_slots(ray_metrics, resolved_run, break_even, expected):
     request, run = resolved_run()
     engine = SimpleNamespace(
         break_even=lambda hardware: break_even, model=run.model, drafter=run.drafter,

@@ -118,14 +118,14 @@ def test_start_is_aborted_when_a_follower_ends(cluster):
 
 
 def test_released_followers_do_not_end_the_engine(cluster):
-    calls = []
+    errors = []
     followers = cluster.start_followers()
-    followers.set_started(calls.append)
+    followers.set_started(errors.append)
     followers.release()
     watch = next(thread for thread in threading.enumerate() if getattr(thread, "_target", None) == followers._watch)
     cluster.end_second_follower()
     watch.join(WAIT_S)
-    assert (watch.is_alive(), calls) == (False, [])
+    assert (watch.is_alive(), errors) == (False, [])
 
 
 @pytest.mark.parametrize("is_restarted", [True, False])

@@ -12,33 +12,33 @@ from peagle.errors import ConfigError, InputError
 from pipelines.batch.config import GenerateConfig
 from pipelines.cluster.placement import Neighbours, Placement
 
-HERE = hardware.detect()
+DETECTED_HARDWARE = hardware.detect()
 CPU = hardware.Hardware(platform="cpu", memory_gib=16, free_memory_gib=12, num_cpus=4, core_ids=(0, 1, 2, 3))
 
 
-def resolved(columns=("prompt",), *, is_batch=False, **options):
+def resolve_fake_run(columns=("prompt",), *, is_batch=False, **options):
     config = GenerateConfig(input="in.csv", output="o", engine="fake", usd_per_hour=1, **options)
     return resolve_run(config, corpus_plan(columns, file_format="openai-batch" if is_batch else "csv"))
 
 
 def test_sampling_column_is_used_if_it_exists():
-    assert resolved(["prompt", "sampling"]).sampling.column == "sampling"
-    assert resolved(["prompt", "sampling"], sampling_column="none").sampling.column is None
-    assert resolved(["prompt", "mine"], sampling_column="mine").sampling.column == "mine"
-    assert resolved().sampling.column is None
+    assert resolve_fake_run(["prompt", "sampling"]).sampling.column == "sampling"
+    assert resolve_fake_run(["prompt", "sampling"], sampling_column="none").sampling.column is None
+    assert resolve_fake_run(["prompt", "mine"], sampling_column="mine").sampling.column == "mine"
+    assert resolve_fake_run().sampling.column is None
 
 
 def test_lookup_is_in_the_fingerprint():
     def drafter(**options):
-        return resolved(num_speculative_tokens=3, **options).fingerprint("corpus")["drafter"]
+        return resolve_fake_run(num_speculative_tokens=3, **options).fingerprint("corpus")["drafter"]
 
     assert drafter(draft_lookup="on") == {**drafter(), "lookup": True}
     assert drafter(draft_lookup="off") == drafter()
 
 
 def test_drafter_is_watched_only_if_there_is_one():
-    assert resolved().drafter_watch() is None
-    assert resolved(num_speculative_tokens=3).drafter_watch() is not None
+    assert resolve_fake_run().drafter_watch() is None
+    assert resolve_fake_run(num_speculative_tokens=3).drafter_watch() is not None
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_drafter_is_watched_only_if_there_is_one():
 )
 def test_missing_column_is_named_with_the_file(columns, options, message):
     with pytest.raises(InputError, match=message):
-        resolved(columns, **options)
+        resolve_fake_run(columns, **options)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_missing_column_is_named_with_the_file(columns, options, message):
 )
 def test_invalid_sampling_is_refused(options, message):
     with pytest.raises(ConfigError, match=message):
-        resolved(**options)
+        resolve_fake_run(**options)
 
 
 def test_min_p_with_drafter_is_refused_on_gpus(embedded_target):
@@ -71,47 +71,47 @@ def test_min_p_with_drafter_is_refused_on_gpus(embedded_target):
         config = GenerateConfig(input="i", output="o", usd_per_hour=1, max_model_len=512, min_p=0.1, **options)
         return resolve_run(config, machine=machine)
 
-    gpu = hardware.Hardware(
+    h100 = hardware.Hardware(
         platform="cuda", memory_gib=80, free_memory_gib=80, num_cpus=16, accelerator="NVIDIA H100 80GB HBM3",
         num_accelerators=1, compute_capability=(9, 0),
     )  # fmt: skip
     assert run(CPU, drafter="peagle").sampling.limits.has_drafter is False
     with pytest.raises(ConfigError, match="min_p: not supported by vLLM on a GPU with a drafter"):
-        run(gpu, drafter="peagle")
-    assert run(gpu, drafter="none").sampling.base["min_p"] == 0.1
+        run(h100, drafter="peagle")
+    assert run(h100, drafter="none").sampling.base["min_p"] == 0.1
 
 
-@pytest.mark.skipif(HERE.platform != "cpu", reason="seeded sampling works on an accelerator")
+@pytest.mark.skipif(DETECTED_HARDWARE.platform != "cpu", reason="seeded sampling works on an accelerator")
 def test_seed_is_refused_on_cpus(embedded_target):
     config = GenerateConfig(input="i", output="o", seed=1, temperature=0.5, drafter="none", usd_per_hour=1)
     with pytest.raises(ConfigError, match="vLLM on CPU crashes with seeded sampling"):
         resolve_run(config)
-    assert resolved(seed=1, temperature=0.5).sampling.base["seed"] == 1
+    assert resolve_fake_run(seed=1, temperature=0.5).sampling.base["seed"] == 1
 
 
-@pytest.mark.skipif(HERE.platform != "cpu", reason="the placement is that of CPU nodes")
+@pytest.mark.skipif(DETECTED_HARDWARE.platform != "cpu", reason="the placement is that of CPU nodes")
 def test_engine_on_several_nodes_has_their_devices(embedded_target):
     config = GenerateConfig(
         input="i", output="o", drafter="none", usd_per_hour=1, tensor_parallel_size=2, nodes_per_engine=2
     )
     run = resolve_run(config, num_nodes=2)
     assert (run.spec.num_nodes, run.placement.nodes_per_engine) == (2, 2)
-    assert run.placement.num_devices == 2 * HERE.num_cpus
+    assert run.placement.num_devices == 2 * DETECTED_HARDWARE.num_cpus
 
 
 def test_engines_already_on_the_nodes_determine_the_placement():
     placement = Placement(num_cpus=0.5, num_gpus=0, num_devices=1, device="vcpu", num_engines_on_node=2)
     config = GenerateConfig(input="in.csv", output="o", engine="fake", usd_per_hour=1)
-    run = resolve_run(config, neighbours=Neighbours(slot_group="app", hardware=HERE, placement=placement))
+    run = resolve_run(config, neighbours=Neighbours(slot_group="app", hardware=DETECTED_HARDWARE, placement=placement))
     assert (run.placement, run.slot_group) == (placement, "app")
-    assert resolved().slot_group is None
+    assert resolve_fake_run().slot_group is None
 
 
 @pytest.mark.parametrize("key", ["prompt_column", "prompt_template", "messages_column", "sampling_column"])
 def test_prompt_options_are_refused_for_openai_batches(key):
-    assert resolved(is_batch=True).prompts.body_column == "body"
+    assert resolve_fake_run(is_batch=True).prompts.body_column == "body"
     with pytest.raises(ConfigError, match=f"{key} cannot be used with an OpenAI batch"):
-        resolved(is_batch=True, **{key: "body"})
+        resolve_fake_run(is_batch=True, **{key: "body"})
 
 
 def test_models_on_s3_have_the_fingerprint_of_local_copies(s3, chat_target, tmp_path, monkeypatch):

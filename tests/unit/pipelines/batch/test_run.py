@@ -33,9 +33,9 @@ def run_generate(config, **request_fields):
 def test_stored_plan_replaces_the_plan_of_a_concurrent_start(resolved_run):
     (request, second), (_, first) = resolved_run(rows_per_unit=5), resolved_run(rows_per_unit=2)
     assert create_or_continue(request, first) == first.plan
-    opened = create_or_continue(request, second)
-    assert [(unit.first_id, unit.num_rows) for unit in opened.units] == [(n, 2) for n in range(0, 12, 2)]
-    assert opened == second.directory.plan() == first.plan
+    stored_plan = create_or_continue(request, second)
+    assert [(unit.first_id, unit.num_rows) for unit in stored_plan.units] == [(n, 2) for n in range(0, 12, 2)]
+    assert stored_plan == second.directory.plan() == first.plan
 
 
 def test_served_name_is_stored(resolved_run):
@@ -67,13 +67,13 @@ def run_without_accelerators(resolved_run, monkeypatch):
     run = first.directory
     run.commit(0, pa.table({"id": [str(row) for row in range(12)]}), USAGE, [])
 
-    def wait(*_, **__):
+    def fail_to_get_nodes(*_, **__):
         raise CapacityError("no nodes arrived")
 
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     monkeypatch.setattr(ray, "ray_cluster", lambda **_: contextlib.nullcontext())
     monkeypatch.setattr(ray, "_nodes", lambda: [{"CPU": 2.0}])
-    monkeypatch.setattr(ray, "require_capacity", wait)
+    monkeypatch.setattr(ray, "require_capacity", fail_to_get_nodes)
     monkeypatch.setattr(run_module, "make_report", lambda run: {})
 
     def restart(**options):
@@ -114,10 +114,10 @@ def test_invalid_run_does_not_wait_for_accelerators(run_without_accelerators, tm
         restart(output=tmp_path / "another", retry_failed=True)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_early_signal_names_the_resume_command(resolved_run, monkeypatch, number):
+@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
+def test_early_signal_names_the_resume_command(resolved_run, monkeypatch, signal_number):
     config = resolved_run()[0].config
-    monkeypatch.setattr(decide_module, "make_plan", lambda *_, **__: signal.raise_signal(number))
+    monkeypatch.setattr(decide_module, "make_plan", lambda *_, **__: signal.raise_signal(signal_number))
     with pytest.raises(StoppedEarly, match="before an engine was running: stopped by a signal") as error:
         run_generate(config)
     assert error.value.hint == "the same command continues the run: peagle generate"
@@ -138,7 +138,7 @@ def test_price_of_a_run_cannot_change(resolved_run):
 
 
 @pytest.fixture
-def hub_run(moving_hub, monkeypatch, tmp_path):
+def start_hub_run(moving_hub, monkeypatch, tmp_path):
     """Return a function that starts or resumes a run with a hub model and head, but starts no engine.
 
     The function returns the engine spec.
@@ -163,21 +163,21 @@ def hub_run(moving_hub, monkeypatch, tmp_path):
     return start
 
 
-def test_run_keeps_the_commits_of_its_models(hub_run, moving_hub):
-    before = hub_run()
+def test_run_keeps_the_commits_of_its_models(start_hub_run, moving_hub):
+    before = start_hub_run()
     assert before.commits == {"org/model": FIRST_COMMIT, "org/head": FIRST_COMMIT}
     moving_hub.push("org/model", SECOND_COMMIT, MODEL)
     moving_hub.push("org/head", SECOND_COMMIT, HEAD)
-    assert hub_run() == before
-    assert hub_run("another").commits == {"org/model": SECOND_COMMIT, "org/head": SECOND_COMMIT}
+    assert start_hub_run() == before
+    assert start_hub_run("another").commits == {"org/model": SECOND_COMMIT, "org/head": SECOND_COMMIT}
 
 
-def test_batch_uses_the_endpoints_commits(hub_run, moving_hub):
+def test_batch_uses_the_endpoints_commits(start_hub_run, moving_hub):
     endpoint = {"org/model": FIRST_COMMIT, "org/head": FIRST_COMMIT}
     moving_hub.push("org/model", SECOND_COMMIT, MODEL)
     moving_hub.push("org/head", SECOND_COMMIT, HEAD)
-    assert hub_run(commits=endpoint).commits == endpoint
-    assert hub_run(commits={"org/model": SECOND_COMMIT, "org/head": SECOND_COMMIT}).commits == endpoint
+    assert start_hub_run(commits=endpoint).commits == endpoint
+    assert start_hub_run(commits={"org/model": SECOND_COMMIT, "org/head": SECOND_COMMIT}).commits == endpoint
 
 
 def test_nodes_per_engine_needs_a_cluster(monkeypatch, tmp_path):

@@ -14,7 +14,7 @@ from pipelines.batch import session
 from pipelines.batch.session import StartPolicy, work_by_unit
 
 SESSION = engine_session("now", load_s=60.0, busy_s=100.0, num_output_tokens=1, ended=False)
-BEFORE = replace(SESSION, session_id="before")
+EARLIER_SESSION = replace(SESSION, session_id="before")
 
 
 class FakeRun:
@@ -50,14 +50,14 @@ def wait(run, *, num_engines=1, num_units=12, work=None):
 
 
 def test_engine_loads_if_fewer_than_the_minimum_run(sleeps):
-    wait(FakeRun([BEFORE]))
-    wait(FakeRun([BEFORE, SESSION]), num_engines=2)
-    wait(FakeRun([BEFORE, replace(SESSION, ended=True)]))
+    wait(FakeRun([EARLIER_SESSION]))
+    wait(FakeRun([EARLIER_SESSION, SESSION]), num_engines=2)
+    wait(FakeRun([EARLIER_SESSION, replace(SESSION, ended=True)]))
     assert sleeps == []
 
 
 def test_engine_loads_immediately_with_much_work(sleeps):
-    wait(FakeRun([BEFORE, SESSION]), num_units=1000)
+    wait(FakeRun([EARLIER_SESSION, SESSION]), num_units=1000)
     assert sleeps == []
 
 
@@ -68,7 +68,7 @@ def test_engine_waits_with_little_work(sleeps):
 
 
 def test_start_depends_on_remaining_work_rather_than_number_of_units(sleeps):
-    with pytest.raises(IndexError):  # it polls until the prepared sessions are used up
+    with pytest.raises(IndexError):  # the policy polls until the prepared sessions are used up
         wait(FakeRun([SESSION]), work=(100,) * 10 + (1,) * 50)
     assert sleeps == [15.0]
     wait(FakeRun([SESSION]), work=(1,) * 10 + (100,))

@@ -52,7 +52,7 @@ def test_request_is_recorded_in_all_metrics(ray_metrics):
     }
 
 
-def test_time_per_output_token_with_several_choices(ray_metrics):
+def test_time_per_output_token_is_per_choice(ray_metrics):
     UsageMetrics("m", None).record_request(request(num_output_tokens=22, num_choices=2))
     assert ray_metrics["gen_ai_server_time_per_output_token_seconds", *MODEL] == [0.5]
 
@@ -63,7 +63,7 @@ def test_no_time_per_output_token_without_ttft_or_a_second_token(ray_metrics, re
     assert ("gen_ai_server_time_per_output_token_seconds", *MODEL) not in ray_metrics
 
 
-def test_metrics_of_cut_and_failed_requests(ray_metrics):
+def test_cut_and_failed_requests_have_metrics_by_outcome(ray_metrics):
     metrics = UsageMetrics("m", None)
     metrics.record_request(request("cut"))  # the client disconnected
     metrics.record_request(request("failed"))
@@ -73,7 +73,7 @@ def test_metrics_of_cut_and_failed_requests(ray_metrics):
     assert ray_metrics["gen_ai_client_token_usage", *MODEL, "output"] == [11]
 
 
-def test_engine_cost_by_state(ray_metrics, clock, tmp_path):
+def test_engine_cost_is_recorded_by_state(ray_metrics, clock, tmp_path):
     account = EngineAccount(tmp_path, ENGINE, heartbeat_s=300, monotonic=clock, listener=UsageMetrics("m", None))
     clock.now += 10
     account.ready(compile_s=4)

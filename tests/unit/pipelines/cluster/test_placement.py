@@ -39,7 +39,7 @@ def test_cpu_engines_leave_room_for_preparation(num_cpus, num_engines, num_nodes
     assert placement.num_engines_on_node * placement.num_cpus + PREPARE_CPUS <= num_cpus
 
 
-def test_more_engines_than_cores():
+def test_more_engines_than_cores_are_refused():
     with pytest.raises(CapacityError, match=r"3 engines need a CPU core each(.|\n)*--engines 2"):
         place(cpu_node(2), num_engines=3, accelerators_per_engine=1, num_nodes=1)
 
@@ -66,13 +66,13 @@ def test_node_is_shared_by_later_engines():
     assert (two_ranks.num_engines_on_node, two_ranks.num_devices) == (2, 2)
 
 
-def test_more_ranks_than_cores():
+def test_more_ranks_than_cores_are_refused():
     with pytest.raises(CapacityError, match=r"1 engines need 4 CPU cores each(.|\n)*fewer ranks"):
         place(cpu_node(2), num_engines=1, accelerators_per_engine=4, num_nodes=1)
 
 
 @pytest.mark.parametrize(("cpus_by_node", "num_engines"), [([8.0], 7), ([9.0], 8), ([8.0, 2.0], 9), ([1.0, 0.25], 1)])
-def test_room_leaves_cpus_for_preparation(cpus_by_node, num_engines):
+def test_number_of_engines_that_fit_leaves_cpus_for_preparation(cpus_by_node, num_engines):
     nodes = [{"CPU": number, "GPU": 8.0} for number in cpus_by_node]
     assert placement.num_engines_that_fit(nodes, on_accelerators(1)) == num_engines
 
@@ -95,7 +95,7 @@ def test_engines_are_divided_among_present_and_future_nodes(nodes, num_accelerat
     check_capacity(EngineSpec(model="org/model"), node, num_engines_on_node=placement.num_engines_on_node)
 
 
-def test_engine_too_large_for_any_node():
+def test_engine_too_large_for_any_node_is_refused():
     node = gpu_node(1)
     num_nodes = num_engine_nodes([HEAD, G7E], node, num_engines=1, accelerators_per_engine=8)
     placement = place(node, num_engines=1, accelerators_per_engine=8, num_nodes=num_nodes)
@@ -147,7 +147,7 @@ def test_accelerator_type_is_respected():
         ([3, 1], 1, 4),
     ],
 )
-def test_room_for_engines_on_several_nodes(parts_by_node, nodes_per_engine, num_engines):
+def test_number_of_engines_that_fit_on_several_nodes(parts_by_node, nodes_per_engine, num_engines):
     nodes = [{"CPU": 100.0, "GPU": 4.0 * number} for number in parts_by_node]
     engine = on_accelerators(4 * nodes_per_engine, nodes_per_engine=nodes_per_engine)
     assert placement.num_engines_that_fit(nodes, engine) == num_engines

@@ -28,7 +28,7 @@ def limits(monkeypatch, tmp_path):
     return values
 
 
-LIMITS = [
+TOO_LOW_LIMITS = [
     (resource.RLIMIT_NOFILE, (256, 256), "the limit of open files is 256, and Ray and an engine need 1,024"),
     (resource.RLIMIT_AS, (8 * GIB, UNLIMITED), "the limit of address space is 8 GiB"),
     (resource.RLIMIT_DATA, (8 * GIB, UNLIMITED), "the limit of data is 8 GiB"),
@@ -37,7 +37,7 @@ LIMITS = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "values", "message"), LIMITS)
+@pytest.mark.parametrize(("kind", "values", "message"), TOO_LOW_LIMITS)
 def test_too_low_process_limit_is_refused(limits, monkeypatch, kind, values, message):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setattr(hardware, "detect", cpu)
@@ -113,12 +113,12 @@ def test_too_long_temporary_folder_is_refused(monkeypatch, tmp_path, capsys):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     max_length = 107 - len(startable._RAY_SOCKET)
-    monkeypatch.setenv("RAY_TMPDIR", (fits := "/" + (max_length - 1) * "x"))
+    monkeypatch.setenv("RAY_TMPDIR", (longest_folder := "/" + (max_length - 1) * "x"))
     startable.require_startable()
-    validate_socket_filepath(fits + startable._RAY_SOCKET)
-    monkeypatch.setenv("RAY_TMPDIR", fits + "x")
+    validate_socket_filepath(longest_folder + startable._RAY_SOCKET)
+    monkeypatch.setenv("RAY_TMPDIR", longest_folder + "x")
     with pytest.raises(Exception, match="107 bytes"):
-        validate_socket_filepath(fits + "x" + startable._RAY_SOCKET)
+        validate_socket_filepath(longest_folder + "x" + startable._RAY_SOCKET)
     (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n')
     arguments = ["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "run")]
     assert run(["generate", "--engine", "fake", *arguments]) == 2

@@ -22,9 +22,9 @@ def home(tmp_path, monkeypatch):
         monkeypatch.setenv(name, "")  # so that monkeypatch also undoes what the code sets
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
-    before = os.umask(0)
+    previous_umask = os.umask(0)
     yield tmp_path
-    os.umask(before)
+    os.umask(previous_umask)
 
 
 def mode(path):
@@ -89,7 +89,7 @@ def test_no_token_is_used_to_join_if_none_exists():
     assert "RAY_AUTH_MODE" not in os.environ
 
 
-class _Gcs(grpc.GenericRpcHandler):
+class _FakeGcs(grpc.GenericRpcHandler):
     """A fake of Ray's control service: "open" needs no token, "closed" needs a token, "unknown" lacks the method."""
 
     def __init__(self, answer):
@@ -108,12 +108,12 @@ class _Gcs(grpc.GenericRpcHandler):
 
 
 @pytest.fixture
-def cluster(monkeypatch):
-    """Start a server and make this process appear connected to it; return its address."""
+def start_cluster(monkeypatch):
+    """Return a function that starts a server, makes this process appear connected to it, and returns its address."""
     servers = []
 
     def start(answer):
-        server = grpc.server(ThreadPoolExecutor(1), handlers=[_Gcs(answer)])
+        server = grpc.server(ThreadPoolExecutor(1), handlers=[_FakeGcs(answer)])
         address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
         server.start()
         servers.append(server)
@@ -125,19 +125,19 @@ def cluster(monkeypatch):
         server.stop(None)
 
 
-def test_cluster_without_token_is_refused(cluster):
-    address = cluster("open")
+def test_cluster_without_token_is_refused(start_cluster):
+    address = start_cluster("open")
     with pytest.raises(ConfigError, match=rf"{address} requires no token(.|\n)*MODE=token(.|\n)*MODE=disabled"):
         token.require_token()
 
 
-def test_cluster_with_token_is_accepted(cluster):
-    cluster("closed")
+def test_cluster_with_token_is_accepted(start_cluster):
+    start_cluster("closed")
     token.require_token()
 
 
-def test_cluster_with_unknown_answer_is_refused(cluster):
-    cluster("unknown")
+def test_cluster_with_unknown_answer_is_refused(start_cluster):
+    start_cluster("unknown")
     with pytest.raises(CapacityError, match=r"cannot determine whether the Ray cluster .* UNIMPLEMENTED"):
         token.require_token()
 

@@ -16,8 +16,8 @@ ROOT = Path(__file__).parents[4]
 
 
 @pytest.fixture
-def part():
-    """A Ray process that a test can kill."""
+def part_and_kill():
+    """A Ray process, and a function that kills it."""
     process = subprocess.Popen(["sleep", "60"])
     is_alive = vitals._process_check(psutil.Process(process.pid))
     yield Part(name="raylet (process 7)", is_alive=is_alive, log="/logs"), process.kill
@@ -29,7 +29,7 @@ def part():
 def watch():
     """Return a function that watches a process until the test ends.
 
-    A longer watch would kill this process 15 s after the watched one died.
+    A longer watch would kill the test's own process 15 s after the watched process died.
     """
     watches = []
 
@@ -44,8 +44,8 @@ def watch():
         assert not ray_vitals._thread.is_alive()
 
 
-def test_dead_part_raises_in_main_thread(part, watch):
-    watched, kill = part
+def test_dead_part_raises_in_main_thread(part_and_kill, watch):
+    watched, kill = part_and_kill
     threading.Timer(0.3, kill).start()
     started_at = time.monotonic()
     with (
@@ -59,8 +59,8 @@ def test_dead_part_raises_in_main_thread(part, watch):
     assert error.value.exit_code == EngineError.exit_code == 1
 
 
-def test_error_after_a_ray_process_died_becomes_ray_died(part, watch):
-    watched, kill = part
+def test_error_after_a_ray_process_died_becomes_ray_died(part_and_kill, watch):
+    watched, kill = part_and_kill
 
     def fail():
         kill()
@@ -71,8 +71,8 @@ def test_error_after_a_ray_process_died_becomes_ray_died(part, watch):
         fail()
 
 
-def test_other_errors_pass_through(part, watch):
-    watched, kill = part
+def test_other_errors_pass_through(part_and_kill, watch):
+    watched, kill = part_and_kill
     with pytest.raises(ValueError, match="unrelated"), watch(watched):
         raise ValueError("unrelated")
     kill()

@@ -121,7 +121,7 @@ def test_output_is_printed_until_the_endpoint_is_up(home, start_process):
 
 
 def test_failed_start_is_an_error(home, start_process):
-    process = start_process("")
+    process = start_process("")  # ends immediately
     endpoint = write_endpoint(home, process)
     process.wait()
     endpoint.log.write_text("peagle serve: no model 'x' in the catalog\n")
@@ -149,7 +149,7 @@ def test_start_runs_peagle_serve(home, monkeypatch, start_process):
     assert ServeConfig(**written_config) == config
     assert command[-4:] == ["--port", "8123", "--state", str(endpoint.state)]
     assert options["start_new_session"]
-    assert (endpoint.url, endpoint.stop_s) == ("http://127.0.0.1:8123/v1", 74)
+    assert (endpoint.url, endpoint.stop_s) == ("http://127.0.0.1:8123/v1", 74)  # 2 x drain_s + 60 s
     with pytest.raises(ConfigError, match="org-model already exists"):
         start(config, port=8124)
     assert start(ServeConfig(name="other", state=home / "mine"), port=8124).state == home / "mine"

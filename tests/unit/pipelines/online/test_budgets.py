@@ -72,12 +72,12 @@ def append_records(tmp_path):
     return append_records
 
 
-def test_settled_request_counts_once(append_records):
+def test_settled_request_is_counted_once(append_records):
     budgets = append_records()
-    for is_answered_first in (True, False):
-        name = f"r{is_answered_first}"
+    for is_settled_before_record in (True, False):
+        name = f"r{is_settled_before_record}"
         budgets.reserve_request(name, "alice", 1, 0.1)
-        if is_answered_first:
+        if is_settled_before_record:
             budgets.settle_request(name, "alice", 0.25)
         append_records(make_request_usage(name, usd=0.25))
         budgets.settle_request(name, "alice", 0.25)
@@ -101,7 +101,7 @@ def test_record_of_a_released_request_counts_when_it_arrives(append_records):
     assert budgets.spent_usd("alice") == 0.25
 
 
-def test_settled_batch_counts_once(append_records):
+def test_settled_batch_is_counted_once(append_records):
     batch = replace(
         make_request_usage("batch_1", usd=0.5), usage=replace(make_request_usage("batch_1").usage, session_id="batch_1")
     )
@@ -133,20 +133,20 @@ DAYS = [date(2026, 11, 30), date(2026, 12, 1), date(2026, 12, 6), date(2026, 12,
 
 
 def request_on(day, usd, request_id="r"):
-    at = datetime(day.year, day.month, day.day, 12, tzinfo=UTC).timestamp()
-    return make_request_usage(f"{request_id}{day}", account="alice 1", usd=usd, started_at=1.0, finished_at=at)
+    finished_at = datetime(day.year, day.month, day.day, 12, tzinfo=UTC).timestamp()
+    return make_request_usage(f"{request_id}{day}", account="alice 1", usd=usd, started_at=1.0, finished_at=finished_at)
 
 
 @pytest.mark.parametrize(
-    ("every", "left_usd"),
+    ("period", "left_usd"),
     [(None, [9, 8, 7, 6]), ("day", [9, 9, 9, 9]), ("week", [9, 8, 7, 9]), ("month", [9, 9, 8, 7])],
 )
-def test_budget_is_reset_in_each_period(every, left_usd):
+def test_budget_is_reset_in_each_period(period, left_usd):
     now = [DAYS[0]]
     budgets, result = Budgets(day=lambda: now[0]), []
     for now[0] in DAYS:
         budgets.on_ledger_record(request_on(now[0], 1.0))
-        result.append(budgets.spending_limit("alice 1", 10.0, every) - budgets.spent_usd("alice 1"))
+        result.append(budgets.spending_limit("alice 1", 10.0, period) - budgets.spent_usd("alice 1"))
     assert result == left_usd
 
 

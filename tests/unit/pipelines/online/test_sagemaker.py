@@ -28,7 +28,7 @@ def load_config(monkeypatch):
     return load_config
 
 
-def test_sagemaker_address_and_drain_time(load_config):
+def test_sagemaker_sets_address_and_drain_time(load_config):
     config = load_config(CONTAINER_VARIABLES)
     assert (config.host, config.port, config.url) == ("0.0.0.0", 8080, "http://0.0.0.0:8080/v1")
     assert config.is_behind_sagemaker

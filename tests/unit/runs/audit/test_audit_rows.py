@@ -165,7 +165,7 @@ def test_rows_are_regenerated_without_drafter_and_ties_are_accepted(
     run_spec = run_with_vllm_manifest.manifest()["engine"]
     assert (engine.spec.tensor_parallel_size, engine.spec.num_nodes) == (2, 1)
     assert (engine.spec.drafter, engine.spec.max_num_seqs) == (None, run_spec["max_num_seqs"])
-    assert engine.spec.max_num_batched_tokens > 2048 + engine.spec.max_num_seqs  # as with the run's drafter
+    assert engine.spec.max_num_batched_tokens > 2048 + engine.spec.max_num_seqs  # includes room for the run's drafter
     assert engine.spec.extra == {"logprobs_mode": "processed_logprobs"}
     assert [sampling["logprobs"] for sampling in engine.calls[:-1]] == [5, 5]
     assert engine.calls[-1] == "shutdown"

@@ -30,7 +30,7 @@ def test_valid_input_is_counted(check):
     result = check(line("1"), "", line("2", max_tokens=50))
     assert (result.num_requests, result.model, result.errors) == (2, "a", ())
     assert (result.prompt_tokens, result.output_tokens) == (200, 150), (
-        "neither exceeds the context"
+        "prompt and output each count as at most the context length"
     )
 
 

@@ -67,10 +67,10 @@ def test_batch_has_the_tags_of_endpoint_and_key(store, settings, upload, make_ba
 
 
 def test_run_of_a_batch_has_the_served_name(task, monkeypatch):
-    calls = []
-    monkeypatch.setattr(work.run, "generate", lambda request, _: calls.append(request.served_name))
+    served_names = []
+    monkeypatch.setattr(work.run, "generate", lambda request, _: served_names.append(request.served_name))
     run_batch(task, StopRequest(), RunCounts(), Allowance(usd=None))
-    assert calls == ["m"]
+    assert served_names == ["m"]
 
 
 def test_cost_limit_of_a_run_can_change(task, monkeypatch):

@@ -59,7 +59,7 @@ def logged_texts(caplog):
     return [record.getMessage() for record in caplog.records if record.name == "ray.serve"]
 
 
-def test_each_level_is_logged_once_and_metric_updates_every_check(make_watch, spend, caplog):
+def test_each_level_is_logged_once_and_used_share_is_reported_at_every_check(make_watch, spend, caplog):
     watch, reports = make_watch(key(budget_usd=10), key("bob"))
     spend(4.9)
     with caplog.at_level(logging.WARNING):

@@ -20,7 +20,7 @@ def crashes(clock, monkeypatch):
 NOT_RETRIED = (503, "engine_crashed", {"x-should-retry": "false"})
 
 
-def start(crashes, key, model="m"):
+def start_attempt(crashes, key, model="m"):
     return crashes.start(request_id=f"request of {key}", key=key, account=key, model=model)
 
 
@@ -40,11 +40,11 @@ async def crash_and_retry(crashes, *attempts):
 
 
 def test_only_older_requests_are_retried(crashes, clock, caplog):
-    old, older = start(crashes, "old"), start(crashes, "older")
+    old, older = start_attempt(crashes, "old"), start_attempt(crashes, "older")
     clock.now += 1
-    neighbour = start(crashes, "neighbour")
+    neighbour = start_attempt(crashes, "neighbour")
     clock.now += 0.02  # less than _SAME_STEP_S, so both newest requests are suspects
-    newest = start(crashes, "newest")
+    newest = start_attempt(crashes, "newest")
     with caplog.at_level(logging.ERROR):
         retried_accounts, refusals = asyncio.run(crash_and_retry(crashes, newest, old, neighbour, older))
     assert retried_accounts == ["old", "older"]
@@ -54,24 +54,24 @@ def test_only_older_requests_are_retried(crashes, clock, caplog):
 
 
 def test_only_request_of_a_crashed_engine_is_not_retried(crashes):
-    assert asyncio.run(crash_and_retry(crashes, start(crashes, "a"))) == ([], [NOT_RETRIED])
+    assert asyncio.run(crash_and_retry(crashes, start_attempt(crashes, "a"))) == ([], [NOT_RETRIED])
 
 
 def test_crashes_of_two_models_are_separate(crashes, clock):
-    first = start(crashes, "first", "m")
+    first = start_attempt(crashes, "first", "m")
     clock.now += 1
-    second = start(crashes, "second", "other")
+    second = start_attempt(crashes, "second", "other")
     assert asyncio.run(crash_and_retry(crashes, first, second)) == ([], [NOT_RETRIED] * 2)
     assert crashes.reported == [first, second]
 
 
 async def test_request_in_two_crashes_is_not_retried_again(crashes, clock):
-    poison = start(crashes, "poison")
+    poison = start_attempt(crashes, "poison")
     clock.now += 1
-    bystander = start(crashes, "bystander")
+    bystander = start_attempt(crashes, "bystander")
     assert await crash_and_retry(crashes, poison, bystander) == (["poison"], [NOT_RETRIED])
     clock.now += 1
-    newer = start(crashes, "newer")
+    newer = start_attempt(crashes, "newer")
     clock.now += 1
     with pytest.raises(ApiError, match="two engines crashed"):
         await asyncio.gather(crashes.report(poison), crashes.report(newer))
@@ -93,10 +93,10 @@ async def test_suspects_are_retried_one_by_one(crashes, clock, monkeypatch, prob
             await asyncio.sleep(0.02)
             running -= 1
 
-    attempts = [start(crashes, f"k{number}") for number in range(4)]
+    attempts = [start_attempt(crashes, f"k{number}") for number in range(4)]
     clock.now += 1
-    attempts.append(start(crashes, "newest"))
-    assert [type(end) for end in (await asyncio.gather(*map(retry, attempts), return_exceptions=True))] == [
+    attempts.append(start_attempt(crashes, "newest"))
+    assert [type(result) for result in (await asyncio.gather(*map(retry, attempts), return_exceptions=True))] == [
         type(None)
     ] * 4 + [ApiError]
     assert (peak == 1) == is_sequential
@@ -104,11 +104,11 @@ async def test_suspects_are_retried_one_by_one(crashes, clock, monkeypatch, prob
 
 def test_key_with_two_crashes_in_five_minutes_is_limited(crashes, clock):
     crashes.require_allowed("a")
-    asyncio.run(crash_and_retry(crashes, start(crashes, "a")))
+    asyncio.run(crash_and_retry(crashes, start_attempt(crashes, "a")))
     crashes.require_allowed("a")
     assert crashes.notes() == ["engines crashed once in 5 minutes on requests of a"]
     clock.now += 100
-    asyncio.run(crash_and_retry(crashes, start(crashes, "a")))
+    asyncio.run(crash_and_retry(crashes, start_attempt(crashes, "a")))
     crashes.require_allowed("b")
     with pytest.raises(ApiError) as error:
         crashes.require_allowed("a")

@@ -42,7 +42,7 @@ def test_every_record_is_compared(monkeypatch):
     assert compared == [first.sha256, second.sha256]
 
 
-def test_keys_from_the_environment():
+def test_keys_are_read_from_the_environment():
     (record,) = keys_from_environment({"PEAGLE_API_KEYS": " ci=0123456789abcdef , "})
     assert (record.name, record.sha256) == ("ci", digest("0123456789abcdef"))
     assert keys_from_environment({}) == ()

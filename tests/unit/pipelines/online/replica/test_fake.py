@@ -60,8 +60,8 @@ def test_logprobs_have_openais_format():
     assert "".join(token["token"] for token in content) == choice.message.content
     assert [len(token.top_logprobs) for token in choice.logprobs.content] == [2] * response.usage.completion_tokens
     parts = [part for text in answer(**body, **STREAM)[:-1] for part in events(text) if part["choices"]]
-    sent = [token for part in parts for token in part["choices"][0]["logprobs"]["content"]]
-    assert [token["token"] for token in sent] == [token["token"] for token in content]
+    streamed_tokens = [token for part in parts for token in part["choices"][0]["logprobs"]["content"]]
+    assert [token["token"] for token in streamed_tokens] == [token["token"] for token in content]
 
     body = {"prompt": "x", "temperature": 0, "max_tokens": 4, "ignore_eos": True, "logprobs": 1}
     (response,) = answer("completions", **body)
@@ -75,8 +75,8 @@ def test_logprobs_have_openais_format():
     assert without_logprobs.choices[0].logprobs is None
 
 
-def test_usage_in_an_event_is_that_of_its_choice():
-    """As in vLLM, the usage of an event counts only the event's choice."""
+def test_usage_in_an_event_counts_only_its_choice():
+    """As in vLLM."""
     parts = [part for text in answer(**CHAT | {"temperature": 1.0}, **STREAM, n=3)[:-1] for part in events(text)]
     num_tokens = {part["choices"][0]["index"]: part["usage"]["completion_tokens"] for part in parts if part["choices"]}
     assert parts[-1]["usage"]["completion_tokens"] == sum(num_tokens.values())

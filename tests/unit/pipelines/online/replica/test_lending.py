@@ -25,7 +25,7 @@ class EngineWithLentSlots:
     """An engine with lent slots. It answers a row once a test sets the row's result in `results`."""
 
     def __init__(self, account, slots=None):
-        self.slots, self._account = slots or IdleSlots(SLOTS, target=5.6), account
+        self.slots, self._account = slots or IdleSlots(SLOTS, target=5.6), account  # the target for eight slots
         self.results, self.replies, self._tasks = {}, {}, []
 
     async def _generate(self, request):
@@ -44,7 +44,7 @@ class EngineWithLentSlots:
 
         self._tasks.append(asyncio.create_task(listen()))
         await asyncio.sleep(0)
-        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # now the row's task is waiting
         return self._tasks[-1]
 
     def states(self, name):
@@ -102,7 +102,7 @@ async def test_row_with_many_choices_needs_an_idle_engine(engine_account):
 
 
 async def test_single_slot_is_returned_to_interactive_requests(engine_account):
-    engine = EngineWithLentSlots(engine_account, IdleSlots(1, target=0.38))
+    engine = EngineWithLentSlots(engine_account, IdleSlots(1, target=0.38))  # the target for one slot
     await engine.send_row("r")
     async with interactive_request(engine.slots):
         await engine.wait()
@@ -113,10 +113,10 @@ async def test_single_slot_is_returned_to_interactive_requests(engine_account):
 async def test_newest_rows_are_returned_for_interactive_requests(engine_account, clock, tmp_path):
     engine_account.ready()
     engine = EngineWithLentSlots(engine_account)
-    calls = [await engine.send_row(f"r{number}") for number in range(5)]
+    tasks = [await engine.send_row(f"r{number}") for number in range(5)]
     clock.now += 10
     async with interactive_request(engine.slots, num_choices=4):
-        await asyncio.gather(*calls[3:])
+        await asyncio.gather(*tasks[3:])
         states = [engine.states(f"r{number}") for number in range(5)]
         for number in range(3):
             engine.results[f"r{number}"].set_result(generation())
@@ -129,8 +129,9 @@ async def test_newest_rows_are_returned_for_interactive_requests(engine_account,
 
 
 async def test_row_is_billed_to_its_key_without_metrics(tmp_path, clock, engine_account):
-    calls = []
-    engine_account._listener = SimpleNamespace(record_request=calls.append, record_heartbeat=lambda session: None)
+    measured_requests = []
+    listener = SimpleNamespace(record_request=measured_requests.append, record_heartbeat=lambda session: None)
+    engine_account._listener = listener
     engine_account.ready()
     engine = EngineWithLentSlots(engine_account)
     await engine.send_row("r")
@@ -143,7 +144,7 @@ async def test_row_is_billed_to_its_key_without_metrics(tmp_path, clock, engine_
     assert (record.key, record.account, record.tags) == ("alice", "alice 1", '{"team": "search"}')
     assert (record.usage.num_prompt_tokens, record.usage.num_cached_tokens, record.usage.num_output_tokens) == (3, 2, 7)
     assert (record.usd, record.ttft_s) == (pytest.approx(4 * 2 * 0.01), None)
-    assert calls == []
+    assert measured_requests == []
 
 
 async def test_refused_row_is_billed(engine_account, clock, tmp_path):

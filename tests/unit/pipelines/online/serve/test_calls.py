@@ -10,7 +10,7 @@ from pipelines.online.wire import StreamEnd, WholeAnswer
 
 
 class FakeResponse:
-    """A response generator like Ray Serve's. After its parts, it raises `end`, or blocks if that is None."""
+    """A response generator like Ray Serve's. After its parts, it raises `end`, or blocks if `end` is None."""
 
     def __init__(self, *parts, end=None):
         self._parts, self._end = list(parts), end
@@ -31,22 +31,22 @@ class FakeResponse:
         self.num_cancelled += 1
 
 
-@pytest.mark.parametrize(("text", "sent"), [("not an event", [["not an event"]]), ("", [])])
-async def test_stream_end_reports_its_usage(text, sent):
+@pytest.mark.parametrize(("text", "other_parts"), [("not an event", [["not an event"]]), ("", [])])
+async def test_stream_end_reports_its_usage(text, other_parts):
     """The ingress does not parse the parts, and sends no empty part to the client."""
     reports, end = [], StreamEnd(text=text, reported={"usage": {"completion_tokens": 2}})
     stream = FakeResponse(["not an event"], end, end=StopAsyncIteration())
-    assert [part async for part in stream_parts(lambda: stream, reports.append)] == [["not an event"], *sent]
+    assert [part async for part in stream_parts(lambda: stream, reports.append)] == [["not an event"], *other_parts]
     assert reports == [end.reported]
 
 
 def received_parts(response, record_usage=lambda reported: None):
     """Return the parts that the ingress receives."""
     USAGE_RECORDER.set(record_usage)
-    return call([response])
+    return start_call([response])
 
 
-def call(responses):
+def start_call(responses):
     """Return the parts of the first response that is not a refusal."""
     calls = iter(responses)
     chat = SimpleNamespace(remote=lambda *_: next(calls))
@@ -55,15 +55,15 @@ def call(responses):
 
 
 async def test_cancelled_caller_cancels_the_call():
-    seen, response = [], FakeResponse(1, 2)
+    received, response = [], FakeResponse(1, 2)
 
     async def receive_parts():
         async for part in received_parts(response):
-            seen.append(part)
+            received.append(part)
 
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(receive_parts(), 0.05)
-    assert (seen, response.num_cancelled) == ([1, 2], 1)
+    assert (received, response.num_cancelled) == ([1, 2], 1)
 
 
 async def test_closed_generator_cancels_the_call():
@@ -86,7 +86,7 @@ def test_refused_call_is_retried(monkeypatch):
         with monkeypatch.context() as patched:
             patched.setattr(asyncio, "sleep", sleep)
             refused = [FakeResponse(end=BackPressureError(2, 2)) for _ in range(num_refused)]
-            parts = [part async for part in call([*refused, answered])]
+            parts = [part async for part in start_call([*refused, answered])]
         return parts, answered.num_cancelled
 
     assert asyncio.run(receive_parts(4)) == ([1, 2], 0)
@@ -108,12 +108,12 @@ async def test_ended_call_is_not_cancelled(end):
 
 @pytest.mark.parametrize("end", [StopAsyncIteration(), RuntimeError("the replica is gone")])
 async def test_whole_answer_bypasses_rays_handler(end):
-    whole, reports = WholeAnswer(body=b"{}", reported={"usage": None}), []
-    response = FakeResponse(whole, whole, end=end)
+    whole_answer, reports = WholeAnswer(body=b"{}", reported={"usage": None}), []
+    response = FakeResponse(whole_answer, whole_answer, end=end)
     with pytest.raises(Answered) as error:
         await anext(received_parts(response, reports.append))
     assert (error.value.body, response.num_parts, response.num_cancelled) == (b"{}", 2, 0)
-    assert reports == [whole.reported]
+    assert reports == [whole_answer.reported]
 
 
 def test_rays_handler_serialises_whole_answers_again():

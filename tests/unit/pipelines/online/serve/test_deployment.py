@@ -118,7 +118,7 @@ def test_target_leaves_room_for_one_standard_deviation(slots):
 
 
 def test_small_token_budget_per_step_limits_the_slots():
-    assert decode_slots(make_spec("peagle", max_num_seqs=256, max_num_batched_tokens=2048), CPU) == 146
+    assert decode_slots(make_spec("peagle", max_num_seqs=256, max_num_batched_tokens=2048), CPU) == 146  # 2048 // 2K
     assert decode_slots(make_spec("eagle3", max_num_seqs=256, max_num_batched_tokens=2048), CPU) == 256
     assert decode_slots(make_spec("peagle", max_num_seqs=256, max_num_batched_tokens=13), CPU) == 1
     assert decode_slots(make_spec("peagle", k=3, max_num_seqs=8), CPU) == 8
@@ -127,7 +127,7 @@ def test_small_token_budget_per_step_limits_the_slots():
 
 def test_default_request_counts_follow_slots_and_replicas():
     counts = request_counts(ServedModelOptions(max_replicas=3), make_spec(max_num_seqs=16), CPU)
-    assert (counts.admitted, counts.queued) == (18, 48)
+    assert (counts.admitted, counts.queued) == (18, 48)  # 48 = 16 slots x 3 replicas
     assert request_counts(ServedModelOptions(), make_spec(max_num_seqs=1), CPU).admitted == 2
 
 

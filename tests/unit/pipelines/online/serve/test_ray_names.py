@@ -40,13 +40,13 @@ def test_replica_states_are_reduced_to_three():
     assert {state for state in ReplicaState if not any(count_states({state: 1}).values())} == {ReplicaState.STOPPED}
 
 
-def test_name_of_rays_engine_client():
+def test_rays_engine_client_has_the_expected_name():
     from ray.llm._internal.serve.engines.vllm.vllm_engine import VLLMEngine
 
     assert "self._engine_client = self._start_async_llm_engine(" in inspect.getsource(VLLMEngine.start)
 
 
-def test_names_of_vllms_api_server():
+def test_vllms_api_server_has_the_expected_names():
     from ray.llm._internal.serve.engines.vllm.vllm_engine import VLLMEngine
     from vllm.entrypoints.generate.base.serving import GenerateBaseServing
 
@@ -63,7 +63,7 @@ def raise_and_catch(error, cause=None):
 
 
 TEMPLATE_ERROR = jinja2.TemplateError("roles must alternate")
-HIDDEN = "the engine cannot process this request: a field has"
+HIDDEN_MESSAGE = "the engine cannot process this request: a field has"
 
 
 @pytest.mark.parametrize(
@@ -72,10 +72,13 @@ HIDDEN = "the engine cannot process this request: a field has"
         (VLLMValidationError("too long", parameter="prompt"), "too long (parameter=prompt)"),
         (raise_and_catch(ValueError("roles must alternate"), TEMPLATE_ERROR), "roles must alternate"),
         (TEMPLATE_ERROR, "roles must alternate"),
-        (TypeError("tuple indices must be integers or slices, not str"), HIDDEN),
-        (ValueError("invalid literal for int() with base 10: 'x'"), HIDDEN),
-        (raise_and_catch(ValueError("can only concatenate str"), TypeError("can only concatenate str")), HIDDEN),
-        (jinja2.UndefinedError("'dict object' has no attribute 'x'"), HIDDEN),
+        (TypeError("tuple indices must be integers or slices, not str"), HIDDEN_MESSAGE),
+        (ValueError("invalid literal for int() with base 10: 'x'"), HIDDEN_MESSAGE),
+        (
+            raise_and_catch(ValueError("can only concatenate str"), TypeError("can only concatenate str")),
+            HIDDEN_MESSAGE,
+        ),
+        (jinja2.UndefinedError("'dict object' has no attribute 'x'"), HIDDEN_MESSAGE),
     ],
 )
 def test_python_errors_are_hidden(error, text):
