@@ -113,9 +113,9 @@ def from_exception(error: BaseException) -> ApiError:
         message, param = str(error.args[0] if error.args else error), getattr(error, "parameter", None)
         return ApiError(_STATUS_OF_VLLM_ERRORS[vllm_error], message, code="invalid_value", param=param)
     status = getattr(error, "status_code", None)
-    message = getattr(error, "detail", None) or getattr(error, "message", None)
-    if isinstance(status, int) and isinstance(message, str) and (400 <= status < 500 or status == NOT_IMPLEMENTED):
-        return ApiError(status, message, code="not_found" if status == 404 else None)
+    detail = getattr(error, "detail", None) or getattr(error, "message", None)
+    if isinstance(status, int) and isinstance(detail, str) and (400 <= status < 500 or status == NOT_IMPLEMENTED):
+        return ApiError(status, detail, code="not_found" if status == 404 else None)
     return ApiError(500, "internal server error; the request can be retried", code="internal_error")
 
 

@@ -84,7 +84,7 @@ def test_experts_need_amx_on_a_cpu(target):
 def test_unreadable_weights_are_an_error(tmp_path, content):
     folder = make_model(tmp_path / "m", "x")
     (tmp_path / "m" / "model.safetensors").write_bytes(content)
-    with pytest.raises(CatalogError, match="the weights in .* cannot be read"):
+    with pytest.raises(CatalogError, match=r"the weights in .* cannot be read"):
         require_convertible(folder, {}, VNNI)
 
 
