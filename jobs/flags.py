@@ -47,8 +47,8 @@ def add_flags(
     """
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML with any of these keys (flags override it)")
     sections = {heading: parser.add_argument_group(heading) for heading in groups}
-    headings = {name: sections[heading] for heading, names in groups.items() for name in names}
-    for name in dict.fromkeys([*headings, *model.model_fields]):
+    group_of_field = {name: sections[heading] for heading, names in groups.items() for name in names}
+    for name in dict.fromkeys([*group_of_field, *model.model_fields]):
         if name in yaml_only:
             continue
         field = model.model_fields[name]
@@ -67,7 +67,7 @@ def add_flags(
             options["metavar"] = "|".join(map(str, typing.get_args(value_type)))
         else:
             options["metavar"] = _METAVARS.get(value_type, "TEXT")
-        headings.get(name, parser).add_argument(*flags, **options)
+        group_of_field.get(name, parser).add_argument(*flags, **options)
         for old_name in _old_names(name, model.model_fields):
             type_option = {} if "action" in options else {"type": functools.partial(removed.to_new_unit, old_name)}
             old_options = {**options, "help": argparse.SUPPRESS, **type_option}

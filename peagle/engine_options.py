@@ -158,7 +158,7 @@ class ResolvedEngine:
         return baseline_of_table(table, *((drafter.method, drafter.num_speculative_tokens) if drafter else (NONE, 0)))
 
     def _step_table(self, hardware: Hardware) -> StepTable | None:
-        """Return the card's step times for a compiled engine with no drafter or the card's own head, or None."""
+        """Return the card's step times, or None if this engine is not compiled or has a head that is not the card's."""
         drafter, card = self.spec.drafter, self.model.card
         if card is None or self.spec.enforce_eager:
             return None
@@ -310,7 +310,7 @@ def resolve_defaults(
 
 
 def footprint_of(model: ResolvedModel) -> Footprint | None:
-    """Return a model's memory footprint. Before its download, sizes are those of the object store or the model card."""
+    """Return a model's memory footprint. Until it is downloaded, sizes come from S3 or the model card."""
     num_parameters = model.card.architecture.num_parameters if model.card else None
     num_bytes = model.weights_bytes or checkpoint_bytes(num_parameters, model.native_quantization)
     return footprint_from_config(dict(model.config), num_bytes)

@@ -197,7 +197,7 @@ def _link(file: BinaryIO, temporary: Path, path: Path) -> bool:
     try:
         os.link(temporary, path)
     except OSError as error:
-        if _has_name(file, path):
+        if _is_same_file(file, path):
             return True
         if error.errno in _NO_LINK_ERRNOS:
             raise OSError(error.errno, f"the file system has no hard links ({error.strerror})", str(path)) from error
@@ -211,13 +211,13 @@ def _rename(file: BinaryIO, temporary: Path, path: Path) -> bool:
     try:
         temporary.replace(path)
     except OSError:
-        if not _has_name(file, path):
+        if not _is_same_file(file, path):
             raise
     return True
 
 
-def _has_name(file: BinaryIO, path: Path) -> bool:
-    """Return whether `path` is the name of this open file."""
+def _is_same_file(file: BinaryIO, path: Path) -> bool:
+    """Return whether `path` names this open file."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:

@@ -80,7 +80,7 @@ class SpeculationStats:
 
     @classmethod
     def from_histogram(cls, histogram: Sequence[int], num_draft_tokens: int, peagle_counts: Sequence[int] = ()) -> Self:
-        """Return the counts of vLLM's `RequestSpecDecodeMetrics`; entry j counts drafts with j accepted tokens.
+        """Return the counts of vLLM's metrics. Entry j of `histogram` counts drafts with j accepted tokens.
 
         Example with K=2: of the 9 drafts in [4, 3, 2], 3 + 2 passed position 0, and 2 passed position 1.
 

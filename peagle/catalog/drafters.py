@@ -48,8 +48,8 @@ def resolve_drafter(
         return _no_drafter("no drafter requested")
     if name == "auto":
         return _recommended_drafter(model, concurrency, num_speculative_tokens, platform, commits)
-    row = model.card.speculation_for(concurrency, platform) if model.card else None
-    k_by_method = {str(row.method): row.num_speculative_tokens} if row else {}
+    entry = model.card.speculation_for(concurrency, platform) if model.card else None
+    k_by_method = {str(entry.method): entry.num_speculative_tokens} if entry else {}
     method = name if name in DRAFT_METHODS else name.lower().replace("-", "")  # accepts "P-EAGLE", too
     is_method = name in DRAFT_METHODS or (method in DRAFT_METHODS and not user_path(name).exists())
     path = _card_head_path(model, method) if is_method else find_head(name, model)
@@ -87,17 +87,17 @@ def _recommended_drafter(
 ) -> ResolvedDrafter:
     if model.card is None:
         return _no_drafter(f"{model.name} is not in the catalog; set --drafter to use a drafter")
-    row = model.card.speculation_for(concurrency, platform)
-    if row is None:
+    entry = model.card.speculation_for(concurrency, platform)
+    if entry is None:
         situation = f"{concurrency} concurrent requests" + (f" on {platform}" if platform else "")
         return _no_drafter(f"no measurements for {situation}; set --drafter to try a drafter")
-    if row.method == "none":
-        return _no_drafter(f"with {concurrency} concurrent requests a drafter costs more than it saves ({row.source})")
-    path = _folder_or_hub_id(model.card.heads[row.method])
+    if entry.method == "none":
+        return _no_drafter(f"with {concurrency} concurrent requests a drafter costs more than it saves ({entry.source})")
+    path = _folder_or_hub_id(model.card.heads[entry.method])
     if not is_hub_id(path) and not Path(path).is_dir():
-        return _no_drafter(f"the {row.method} head of {model.name} is missing from this installation")
-    note = f"recommended for {concurrency} concurrent requests ({row.source})"
-    k_by_method = {str(row.method): row.num_speculative_tokens}
+        return _no_drafter(f"the {entry.method} head of {model.name} is missing from this installation")
+    note = f"recommended for {concurrency} concurrent requests ({entry.source})"
+    k_by_method = {str(entry.method): entry.num_speculative_tokens}
     return _drafter_with_head(model, path, k, k_by_method, commits, platform, note=note)
 
 
@@ -125,9 +125,9 @@ def _drafter_with_head(
             f"{located.name} mixes sliding and full attention, which vLLM supports in a {head.method} head only on GPUs"
         )
     path_or_id = located.model if located.folder is None else str(complete_head(located.folder))
-    heads = model.card.heads.values() if model.card else ()
-    card = next((card for card in heads if path in (_folder_or_hub_id(card), card.long_context_id)), None)
-    trained_k = card.max_speculative_tokens if card else None
+    head_cards = model.card.heads.values() if model.card else ()
+    head_card = next((c for c in head_cards if path in (_folder_or_hub_id(c), c.long_context_id)), None)
+    trained_k = head_card.max_speculative_tokens if head_card else None
     if trained_k is not None and k > trained_k and head.method != "eagle3":
         note += f"; K={k} exceeds the {trained_k} that the head was trained for: later tokens are often rejected"
     return ResolvedDrafter(

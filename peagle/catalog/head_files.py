@@ -86,7 +86,7 @@ def read_head(config: Mapping[str, Any]) -> HeadFacts:
 
 
 def check_fit(drafter: Mapping[str, Any], target: Mapping[str, Any]) -> HeadFacts:
-    """Return the facts of a head; raises DrafterError if it does not fit the target. Arguments are `config.json`."""
+    """Compare the `config.json` of both: return the head's facts, or raise DrafterError if it does not fit."""
     head = read_head(drafter)
     text_config = target.get("text_config") or target
     num_layers = text_config["num_hidden_layers"]

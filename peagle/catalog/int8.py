@@ -76,7 +76,7 @@ def convert(source: Path, folder: Path) -> None:
 
 
 def quantize(name: str, weight_NK: "torch.Tensor") -> "tuple[torch.Tensor, torch.Tensor]":
-    """Return the matrix [N, K] in int8, and its scales [N, 1] in float32: the largest element of a row becomes 127.
+    """Return the matrix [N, K] in int8, and its scales [N, 1] in float32: a row's largest magnitude becomes 127.
 
     A row [0.5, -2.0] has the scale 2 / 127 and is stored as [32, -127].
     """

@@ -55,7 +55,7 @@ def scan_parquet(
         _require_readable(file.path, parquet)
         num_rows = min(parquet.metadata.num_rows, max_rows)
         schema = plain_schema(_exact_schema(file.path, parquet).remove_metadata())
-        # A file that a run has written may have metadata of peagle.
+        # Remove the metadata that peagle adds to files that a run writes.
         metadata = [{k: v for k, v in (column.metadata or {}).items() if k != b"peagle"} for column in schema]
         schema = pa.schema(
             [column.with_metadata(user_metadata) for column, user_metadata in zip(schema, metadata, strict=True)]
@@ -74,7 +74,7 @@ def scan_parquet(
             digest.update(f"{file.size} {num_rows} ".encode() + handle.read())
         else:
             digest.update(f"{num_rows} ".encode() + hashlib.file_digest(handle, "sha256").digest())
-    # Rows and bytes at the end of each row group; the bytes in between are interpolated.
+    # Cumulative rows and bytes at the end of each row group; bytes in between are interpolated.
     end_rows = np.cumsum([0, *(group.num_rows for group in groups if group.num_rows)])
     end_bytes = np.cumsum([0, *(group.total_byte_size for group in groups if group.num_rows)])
     spans: list[Span] = []
@@ -132,7 +132,7 @@ def _require_readable(path: str, parquet: pq.ParquetFile) -> None:
 def _exact_schema(path: str, parquet: pq.ParquetFile) -> pa.Schema:
     """Return the file's schema, with nanoseconds in INT96 columns that need them.
 
-    Raises InputError if such a column also has a value outside the range of nanoseconds.
+    Raises InputError if such a column also has a value outside the range of nanosecond timestamps.
     """
     schema = parquet.schema_arrow
     for name in _int96_columns(parquet):

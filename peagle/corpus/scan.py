@@ -22,7 +22,7 @@ from peagle.corpus.files import SourceFile, discover, write_note
 from peagle.corpus.lines import Lines
 from peagle.corpus.parquet import count_parquet, read_parquet, read_parquet_file, scan_parquet
 from peagle.corpus.rows import RawRow, Span, WorkEstimate
-from peagle.corpus.schema import Columns, unify_schemas
+from peagle.corpus.schema import ColumnTypes, unify_schemas
 from peagle.corpus.text import BATCH_SCHEMA, Record, first_object, is_batch, parse_records, read_records
 from peagle.errors import InputError
 
@@ -197,7 +197,7 @@ class _TextScan:
         self._ids = ids
         self._estimate = estimate
         self._is_batch = file.format == "openai-batch"
-        self._columns = Columns()
+        self._columns = ColumnTypes()
         self.num_valid = 0
         self.first_error: str | None = None
 

@@ -1,7 +1,7 @@
 """Infer column types of rows without a schema, in one pass with bounded memory; check what Parquet and Python can hold.
 
-Columns are the union of all keys, and numbers widen (int to float if all integers are exact). A column becomes text if
-its values have no common Arrow type, or one that Parquet cannot store; values other than strings become JSON.
+Columns are the union of all keys, and numbers widen (int to float if no integer loses precision). A column becomes text
+if its values have no common Arrow type, or one that Parquet cannot store; values other than strings become JSON.
 """
 
 import io
@@ -97,7 +97,7 @@ def loses_nanoseconds(array: pa.Array) -> bool:
 def changed_in_python(array: pa.Array) -> str | None:
     """Describe a value that Python would silently change, or return None.
 
-    Python wraps a time of day that is outside the day. Pandas reads the smallest 64-bit integer as null.
+    Python wraps a time of day outside of 00:00 to 24:00. Pandas reads the smallest 64-bit integer as null.
     """
     for leaf in _leaf_arrays(array):
         unit = getattr(leaf.type, "unit", "")
@@ -156,7 +156,7 @@ _WIDE = {b"peagle": b"wide"}  # metadata of a column with integers beyond LARGES
 _ROWS_PER_INFERENCE = 4096
 
 
-class Columns:
+class ColumnTypes:
     """Infers the Arrow schema that fits every added row."""
 
     def __init__(self) -> None:
@@ -235,7 +235,7 @@ def to_table(rows: Sequence[RawRow], schema: pa.Schema) -> pa.Table:
 
 
 def _final_column(column: pa.Field) -> pa.Field:
-    """Return a column in its final form. It is nullable, because some files may not have it."""
+    """Return a column as the output stores it. It is nullable, because some files may not have it."""
     if _is_json(column) or (pa.types.is_nested(column.type) and not can_be_stored(pa.schema([column]))):
         return json_text(column.name)
     if _is_wide(column):

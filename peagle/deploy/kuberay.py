@@ -166,7 +166,7 @@ def _job_objects(workload: Workload, options: KubeRayOptions) -> list[dict[str, 
 def _service(workload: Workload, options: KubeRayOptions) -> dict[str, Any]:
     settings = workload.settings
     require_servable(settings, FOLDER)
-    # A head without ports gets KubeRay's default ports, which include 8000.
+    # A Ray head without ports gets KubeRay's default ports, which include 8000.
     address = {"host": "0.0.0.0", "port": 8000}
     overrides = {"state": f"{FOLDER}/{workload.name}", "keys": f"{KEYS_FOLDER}/keys.json", **address}
     application = {

@@ -90,7 +90,7 @@ class StoreWriter:
                     f"{folder}: contains features with a different {', '.join(differing)}",
                     hint="use another folder, or delete this one",
                 )
-        # A damaged shard is repaired by deleting its file, so ignore entries without a file.
+        # Users delete a damaged shard to extract it again, so ignore entries without a file.
         self._index["shards"] = {
             name: checksum for name, checksum in self._index["shards"].items() if (folder / name).is_file()
         }
@@ -316,7 +316,7 @@ def plan_shards(samples: Sequence[Sample], shard_tokens: int = SHARD_TOKENS) -> 
 def open_store(
     samples: Sequence[Sample], spec: FeatureSpec, folder: Path
 ) -> tuple[StoreWriter, dict[int, list[Sample]]]:
-    """Open or create a store; return its writer, and the samples of each missing shard by its number."""
+    """Open or create a store; return its writer, and the samples of the missing shards by shard number."""
     shards = plan_shards(samples)
     writer = StoreWriter(folder, spec, num_shards=len(shards))
     missing = {number: [samples[i] for i in shard] for number, shard in enumerate(shards) if not writer.has(number)}
@@ -350,13 +350,13 @@ def extract_features(
     samples: Sequence[Sample],
     load_reader: Callable[[], HiddenStateReader],
     spec: FeatureSpec,
-    store: Path,
+    folder: Path,
     *,
     device: torch.device | str = "cpu",
     batch_tokens: int = BATCH_TOKENS,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
-    writer, missing = open_store(samples, spec, store)
+    writer, missing = open_store(samples, spec, folder)
     reader = load_reader() if missing else None
     for number, shard in missing.items():
         assert reader is not None
@@ -414,7 +414,7 @@ class ComputedFeatures:
         self._cached = self._compute(list(dict.fromkeys(indices)))
 
     def documents(self, indices: Sequence[int]) -> list[Document]:
-        """Return documents. Documents that were not read ahead are computed now, in the same batches."""
+        """Return documents. Documents that were not read ahead are computed now."""
         documents = self._cached | self._compute([index for index in indices if index not in self._cached])
         return [documents[index] for index in indices]
 

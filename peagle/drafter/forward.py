@@ -151,7 +151,7 @@ def head_states(head: Any, batch: TrainingBatch, *, free_run: bool = False) -> t
     With `free_run`, an EAGLE-3 head reads its own drafts, as in an engine, instead of the document's tokens. Other
     heads ignore it, because their states depend on no token after the anchor.
     """
-    if is_block(head):
+    if is_block_head(head):
         states = block_states(head, batch)
     elif head.config.speculators_model_type == "peagle":
         states = parallel_states(head, batch)
@@ -161,7 +161,7 @@ def head_states(head: Any, batch: TrainingBatch, *, free_run: bool = False) -> t
     return normed
 
 
-def is_block(head: Any) -> bool:
+def is_block_head(head: Any) -> bool:
     return head.config.speculators_model_type in BLOCK_METHODS
 
 
@@ -215,7 +215,7 @@ def block_states(head: Any, batch: TrainingBatch) -> torch.Tensor:
     anchor_N = batch.anchor_S[: sum(map(len, batch.documents)) : num_depths]
     token_ids_NB = anchor_N.new_full((len(anchor_N), block_size), head.mask_token_id)
     token_ids_NB[:, 0] = batch.token_ids_T[anchor_N]
-    offset_B = torch.arange(1, block_size + 1, device=anchor_N.device)  # the context ends at the anchor
+    offset_B = torch.arange(1, block_size + 1, device=anchor_N.device)  # the context ends with the anchor
     position_NB = batch.document_position_T[anchor_N, None] + offset_B
     position_ids = torch.cat([batch.document_position_T, position_NB.flatten()])[None]
     plan = block_attention_plan(
@@ -236,7 +236,7 @@ def block_states(head: Any, batch: TrainingBatch) -> torch.Tensor:
     return F.pad(drafted, (0, 0, 0, len(batch.depth_S) - len(drafted)))
 
 
-def _with_markov_head(head: Any, batch: TrainingBatch, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _states_and_weights(head: Any, batch: TrainingBatch, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the states of the rows with a loss, and the output weights that turn them into logits.
 
     DSpark's Markov head adds columns to both: embeddings of the tokens before the drafts, and its own outputs.
@@ -263,7 +263,7 @@ def batch_loss(
 
     `total_weight` is the fixed weight of the whole step; None means that the batch is the whole step.
     """
-    states, weight_VH = _with_markov_head(head, batch, head_states(head, batch))
+    states, weight_VH = _states_and_weights(head, batch, head_states(head, batch))
     dtype = states.dtype
     if torch.is_autocast_enabled(states.device.type):
         dtype = torch.get_autocast_dtype(states.device.type)
@@ -331,7 +331,7 @@ def _draft_states(head: Any, document: Document, k: int) -> tuple[torch.Tensor, 
         last_TH=torch.cat([document.last_TH, document.last_TH[-1:].expand(k, -1)]),
     )
     loss_mask_T = padded.loss_mask_T[1:]
-    if is_block(head):
+    if is_block_head(head):
         rows = sample_blocks(loss_mask_T, num_depths=k, share=1.0)
     else:
         rows = sample_rows(loss_mask_T, num_depths=k, ratio=1.0)

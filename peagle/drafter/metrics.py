@@ -138,13 +138,13 @@ def _panel(name: str, curves: Sequence[Curve], last_step: int, height: int) -> s
     for step in _step_ticks(last_step):
         parts.append(text(x(step), height - 2, f"{step:,}", "tick", "middle"))
     ends = []
-    for number, curve in enumerate(curves):
-        opacity = 1 - (1 - _PALEST) * number / max(1, len(curves) - 1)
+    for depth, curve in enumerate(curves):
+        opacity = 1 - (1 - _PALEST) * depth / max(1, len(curves) - 1)
         points = [(x(step), None if value is None else y(value)) for step, value in curve]
         parts += [_line(segment, opacity) for segment in _segments(points)]
-        ends += [(end, str(number)) for _, end in points[::-1] if end is not None][:1]
+        ends += [(end, str(depth)) for _, end in points[::-1] if end is not None][:1]
     if len(curves) > 1:
-        parts += [text(WIDTH - RIGHT, y + 4, depth, "label", "end") for y, depth in spread_labels(ends)]
+        parts += [text(WIDTH - RIGHT, end + 4, label, "label", "end") for end, label in spread_labels(ends)]
     return "".join(parts)
 
 

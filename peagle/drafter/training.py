@@ -33,7 +33,7 @@ from peagle.malloc import trim_malloc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingConfig:
-    """The options of `TrainConfig` that determine a step."""
+    """The settings of the training loop, from the options in `TrainConfig`."""
 
     num_steps: int
     batch_tokens: int = 1024
@@ -89,7 +89,7 @@ class EpochOrder:
         self._num_tokens, self._batch_tokens, self._seed = num_tokens, batch_tokens, seed
         self._epochs: list[list[list[int]]] = []
 
-    def documents(self, step: int) -> list[int]:
+    def batch(self, step: int) -> list[int]:
         epoch = 0
         while step >= len(self._epoch(epoch)):
             step -= len(self._epoch(epoch))
@@ -184,7 +184,7 @@ class Checkpoint:
 
 
 def save_checkpoint(checkpoint: Checkpoint, folder: Path) -> None:
-    remove_temporaries(folder)  # large temporary files that killed training runs left behind
+    remove_temporaries(folder)  # large temporary files left behind by killed training runs
     with atomic_file(folder / CHECKPOINT) as stream:
         torch.save({name: getattr(checkpoint, name) for name in Checkpoint.__slots__}, stream)
 
@@ -223,7 +223,7 @@ def micro_batches(
         if limit is not None and tokens > limit:
             (document,) = store.documents([index])
             rows = _sample(document.loss_mask_T, index, config, step)
-            first: TrainingBatch | None = None
+            first: TrainingBatch | None = None  # all parts share its tensors of the document, to save memory
             for rows_part in partition_rows(rows, -(-tokens // limit)):
                 batch = make_batch([document], [rows_part])
                 first = first or batch
@@ -240,8 +240,8 @@ def micro_batches(
 def partition_rows(rows: Rows, num_parts: int) -> list[Rows]:
     """Split a document's rows by ranges of anchors into parts of about equal length.
 
-    Each part contains the rows of its anchors, and for chains the known tokens before them, which have no loss
-    (`Rows.first_anchor`).
+    Each part contains the rows of its anchors. Unless the rows are blocks, it also contains the known tokens before
+    these anchors, which have no loss (`Rows.first_anchor`).
     """
     last_anchor = int(rows.anchor_S[-1]) if len(rows) > rows.num_known else rows.num_known - 1
     cumulative_rows = torch.bincount(rows.anchor_S, minlength=rows.num_known).cumsum(0)
@@ -352,7 +352,7 @@ def train(
     """Train `head` in place, starting from the checkpoint in `folder` if it exists.
 
     Args:
-        fingerprint: settings that must be equal to resume, in addition to the recipe: target, features, head shape.
+        fingerprint: the target, features and head shape, which must be equal to resume, as must most of `config`.
         name_of: returns a document's name for error messages.
         workers: the process group, if several processes train together, each with the same arguments.
     """
@@ -427,7 +427,7 @@ class _Trainer:
         self._read_ahead()
         chosen = self._documents(self.step)
         self.optimizer.zero_grad()
-        outcome, num_tokens = self._gradients(chosen)
+        outcome, num_tokens = self._accumulate_gradients(chosen)
         self._check_finite("loss", outcome.loss, chosen)
         gradient_norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.config.clip_norm)
         self._check_finite("gradient norm", gradient_norm, chosen)
@@ -435,7 +435,7 @@ class _Trainer:
         return self._record(outcome, num_tokens, learning_rate, float(gradient_norm), time.monotonic() - started)
 
     def _documents(self, step: int) -> list[int]:
-        return [self.documents[index] for index in self.epoch_order.documents(step)]
+        return [self.documents[index] for index in self.epoch_order.batch(step)]
 
     def _read_ahead(self) -> None:
         """Compute the target's states for the documents of several steps together.
@@ -452,7 +452,7 @@ class _Trainer:
     def _own_share(self, chosen: list[int]) -> list[int]:
         return chosen[self.workers.rank :: self.workers.size]
 
-    def _gradients(self, chosen: list[int]) -> tuple[BatchLoss, int]:
+    def _accumulate_gradients(self, chosen: list[int]) -> tuple[BatchLoss, int]:
         batches = list(micro_batches(self.store, self._own_share(chosen), self.config, step=self.step))
         total_weight = torch.zeros((), device=self.device)
         for batch in batches:

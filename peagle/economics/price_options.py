@@ -145,7 +145,7 @@ def _per_hour(price: Price) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Card:
+class Gpu:
     """A GPU with the name and memory that `nvidia-smi` reports, without "NVIDIA"."""
 
     name: str
@@ -153,16 +153,16 @@ class Card:
     memory_mib: int
 
 
-CARDS = {
-    "L4": Card(name="L4", capability=(8, 9), memory_mib=23034),
-    "A10G": Card(name="A10G", capability=(8, 6), memory_mib=23028),
-    "L40S": Card(name="L40S", capability=(8, 9), memory_mib=46068),
-    "A100-40": Card(name="A100-SXM4-40GB", capability=(8, 0), memory_mib=40960),
-    "A100-80": Card(name="A100-SXM4-80GB", capability=(8, 0), memory_mib=81920),
-    "H100": Card(name="H100 80GB HBM3", capability=(9, 0), memory_mib=81559),
-    "H200": Card(name="H200", capability=(9, 0), memory_mib=143771),
-    "B200": Card(name="B200", capability=(10, 0), memory_mib=183359),
-    "RTX-PRO-6000": Card(
+GPUS = {
+    "L4": Gpu(name="L4", capability=(8, 9), memory_mib=23034),
+    "A10G": Gpu(name="A10G", capability=(8, 6), memory_mib=23028),
+    "L40S": Gpu(name="L40S", capability=(8, 9), memory_mib=46068),
+    "A100-40": Gpu(name="A100-SXM4-40GB", capability=(8, 0), memory_mib=40960),
+    "A100-80": Gpu(name="A100-SXM4-80GB", capability=(8, 0), memory_mib=81920),
+    "H100": Gpu(name="H100 80GB HBM3", capability=(9, 0), memory_mib=81559),
+    "H200": Gpu(name="H200", capability=(9, 0), memory_mib=143771),
+    "B200": Gpu(name="B200", capability=(10, 0), memory_mib=183359),
+    "RTX-PRO-6000": Gpu(
         name="RTX PRO 6000 Blackwell Server Edition", capability=(12, 0), memory_mib=97887
     ),
 }  # fmt: skip
@@ -194,11 +194,11 @@ def configured_machine(options: PriceOptions, accelerator: str | None, *, num_ac
         num_cpus = num_accelerators  # an engine needs one CPU for placement
     if kind is None:
         return None
-    if card := _card(kind):
-        return _hardware_of_card(card, num_accelerators, num_cpus)
+    if gpu := _gpu(kind):
+        return _hardware_of_gpu(gpu, num_accelerators, num_cpus)
     raise ConfigError(
         f"unknown accelerator {kind}: its memory and precisions are not in the tables",
-        hint=f"use a known accelerator ({', '.join(CARDS)}), or run peagle on a machine with this accelerator",
+        hint=f"use a known accelerator ({', '.join(GPUS)}), or run peagle on a machine with this accelerator",
     )
 
 
@@ -209,21 +209,21 @@ def instance_has_accelerators(options: PriceOptions) -> bool:
 
 def hardware_of(offer: Offer) -> Hardware | None:
     """Return the hardware of an offer, or None if it has no accelerator or an unknown one."""
-    card = _card(offer.accelerator) if offer.accelerator else None
-    return None if card is None else _hardware_of_card(card, offer.num_accelerators, offer.num_vcpus)
+    gpu = _gpu(offer.accelerator) if offer.accelerator else None
+    return None if gpu is None else _hardware_of_gpu(gpu, offer.num_accelerators, offer.num_vcpus)
 
 
-def _card(accelerator: str) -> Card | None:
-    return next((card for card in CARDS.values() if is_accelerator(accelerator, card.name)), None)
+def _gpu(accelerator: str) -> Gpu | None:
+    return next((gpu for gpu in GPUS.values() if is_accelerator(accelerator, gpu.name)), None)
 
 
-def _hardware_of_card(card: Card, num_accelerators: int, num_cpus: int) -> Hardware:
-    memory_gib = card.memory_mib / 1024
+def _hardware_of_gpu(gpu: Gpu, num_accelerators: int, num_cpus: int) -> Hardware:
+    memory_gib = gpu.memory_mib / 1024
     return Hardware(
         platform="cuda",
-        accelerator=card.name,
+        accelerator=gpu.name,
         num_accelerators=num_accelerators,
-        compute_capability=card.capability,
+        compute_capability=gpu.capability,
         memory_gib=memory_gib,
         free_memory_gib=memory_gib,
         num_cpus=num_cpus,

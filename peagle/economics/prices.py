@@ -20,7 +20,7 @@ from typing import Literal, Self, cast, get_args
 from peagle.errors import PriceError, did_you_mean
 from peagle.tables import aligned
 
-MARKETS = ("on_demand", "spot")  # in price tables; `Market` also has the markets of recorded prices
+MARKETS = ("on_demand", "spot")  # in price tables; `Market` also includes markets that occur only in recorded prices
 PRICE_COLUMNS = tuple(f"usd_per_hour_{market}" for market in MARKETS)
 COLUMNS = (
     *("provider", "region", "instance_type", "accelerator", "accelerator_count", "vcpus", "memory_gib"),
@@ -63,7 +63,7 @@ class Offer:
 
     @property
     def place(self) -> str:
-        """Provider and region, as "aws us-east-1"."""
+        """Provider and region, such as "aws us-east-1"."""
         return f"{self.provider} {self.region}".strip()
 
     def usd_per_hour(self, market: str) -> float | None:
@@ -183,8 +183,8 @@ class Price:
         market: "fixed" if the user stated the price.
         accelerator: name in the price table; None for CPU instances.
         doubt: why the price might be wrong; empty if nothing suggests it.
-        basis: whether the user stated the price or instance type, or the type was detected or assumed; None for a row
-            of the table.
+        basis: "stated" if the user set the price or the instance type; otherwise whether the type was detected or
+            assumed; None for a row of the table.
         on_demand_usd_per_hour: on-demand price of a spot instance; None if unknown.
     """
 
@@ -278,7 +278,7 @@ class PriceTable:
         """Return the price of an instance type.
 
         If the price depends on the region and no region is given, the spot price is that of the cheapest region, with
-        the range of prices in `doubt`. For an on-demand price, PriceError is raised.
+        the range of prices in `doubt`. In the same case, an on-demand price raises PriceError.
         """
         if market not in MARKETS:
             raise PriceError(f"unknown market {market!r}", hint=did_you_mean(market, MARKETS))
@@ -290,7 +290,7 @@ class PriceTable:
                 hint=f"use another --market, {PRICE_HINT}",
             )
         lowest, highest = min(usd for _, usd in priced), max(usd for _, usd in priced)
-        if math.isclose(lowest, highest, rel_tol=1e-4):  # equal up to rounding, as 21.957642 and 21.95764
+        if math.isclose(lowest, highest, rel_tol=1e-4):  # equal up to rounding, such as 21.957642 and 21.95764
             return _price_of_offer(*priced[0], market)
         if market != "spot":
             by_place = ", ".join(f"{offer.place} ${usd:g}" for offer, usd in priced)
@@ -304,7 +304,7 @@ class PriceTable:
         )
 
     def offer(self, instance_type: str | None) -> Offer | None:
-        """Return an offer of an instance type in any region, or None. Its devices are the same in all regions."""
+        """Return the offer of an instance type in any one region, since its devices are the same in all; or None."""
         return next((offer for offer in self.offers if offer.instance_type == instance_type), None)
 
     def has_accelerator(self, instance_type: str, accelerator: str | None) -> bool:
@@ -335,7 +335,7 @@ class PriceTable:
 def default_instance(
     accelerator: str | None, table: PriceTable, *, market: str = "on_demand", machine_names: Sequence[str] = ()
 ) -> str:
-    """Return the instance type to assume: c7a.large without an accelerator, else the only type that has it."""
+    """Return the instance type to assume: c7a.large without an accelerator, else the only type with this one."""
     if accelerator is None:
         return DEFAULT_CPU_INSTANCE
     offers = table.offers_with(accelerator)

@@ -17,7 +17,7 @@ from peagle.economics.baseline import Baseline
 from peagle.economics.savings import Savings, spot_savings, work_savings
 from peagle.economics.tags import NO_TAGS
 from peagle.economics.timeline import merge_spans
-from peagle.economics.usage import COUNTS, EngineSession, Work
+from peagle.economics.usage import WORK_COUNTS, EngineSession, Work
 
 DAY_S = 86_400
 _EPOCH = date(1970, 1, 1).toordinal()
@@ -99,7 +99,7 @@ class Spend:
 
     @classmethod
     def of(cls, work: Work, savings: Savings) -> Self:
-        return cls(attributed_usd=work.usd, savings=savings, **{name: getattr(work, name) for name in COUNTS})
+        return cls(attributed_usd=work.usd, savings=savings, **{name: getattr(work, name) for name in WORK_COUNTS})
 
     def __add__(self, other: Self) -> Self:
         sums = {name: getattr(self, name) + getattr(other, name) for name in _SUMMED_FIELDS}

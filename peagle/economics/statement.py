@@ -13,7 +13,7 @@ from typing import Any
 from peagle.economics.savings import Savings
 from peagle.economics.spending import KINDS, Charge, Days, Spend, day_text
 from peagle.economics.tags import tags_from_text
-from peagle.economics.usage import COUNTS
+from peagle.economics.usage import WORK_COUNTS
 from peagle.errors import ConfigError, did_you_mean
 
 SCHEMA = 1
@@ -82,7 +82,7 @@ def _figures(spend: Spend, multiples: Sequence[int]) -> dict[str, Any]:
     usd = multiples_to_usd(multiples or [0] * len(KINDS), DIGITS, is_priced=spend.is_priced)
     total, tokens = usd["total"], spend.num_output_tokens
     return {
-        **{name: getattr(spend, name) for name in COUNTS},
+        **{name: getattr(spend, name) for name in WORK_COUNTS},
         "usd": usd,
         "usd_per_million_tokens": 1e6 * total / tokens if total and tokens else None,
         "saved": spend.savings.to_dict(),

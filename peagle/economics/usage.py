@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 
-UNIT_KEY = b"peagle.usage"  # in Parquet metadata, as `SESSION_KEY`
+UNIT_KEY = b"peagle.usage"  # a key of Parquet metadata, like `SESSION_KEY`
 VERSION = 1
 Outcome = Literal["ok", "cut", "failed"]
 _TOLERANCE_S = 1e-6
@@ -234,7 +234,7 @@ class EngineSession(EngineFacts):
     Attributes:
         engine_index: number of the engine in the run; a restarted engine is a new session.
         ended: whether the engine was shut down; False while it runs, and after a crash.
-        self_check: result of the self-check as JSON (`peagle.engine.self_check`); empty before it.
+        self_check: result of the self-check as JSON (`peagle.engine.self_check`); empty until it has run.
         start_warnings: warnings about cost or correctness, one per line.
     """
 
@@ -301,7 +301,7 @@ _FIELD_NAMES = {
 }
 
 
-COUNTS = ("num_requests", "num_prompt_tokens", "num_cached_tokens", "num_output_tokens")  # of `Work`, in cost reports
+WORK_COUNTS = ("num_requests", "num_prompt_tokens", "num_cached_tokens", "num_output_tokens")  # shown in cost reports
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -345,7 +345,7 @@ _STATE_NAMES = ("load_s", "compile_s", "busy_s", "idle_s")
 
 
 def session_since(session: EngineSession, earlier: EngineSession) -> EngineSession:
-    """Return a session's usage after an earlier heartbeat, as if the session had started then."""
+    """Return the part of a session after an earlier heartbeat, as if the session had started then."""
     elapsed: dict[str, Any] = {name: max(0.0, getattr(session, name) - getattr(earlier, name)) for name in _STATE_NAMES}
     # All startup seconds count as load until the engine is ready; then part of them is reclassified as compile. The
     # difference of load + compile is used, so that no second counts twice.

@@ -18,7 +18,7 @@ MODALITIES = ("image", "audio", "video")
 _NO_DOMAIN = "none.invalid"
 _QUANTIZATION = {None: None, "fp8": "fp8", "int8": "compressed-tensors"}
 # vLLM's names for the precision of a drafter's KV cache.
-DRAFT_CACHE = {"auto": None, "bf16": "bfloat16", "fp8": "fp8"}
+DRAFT_KV_CACHE_DTYPES = {"auto": None, "bf16": "bfloat16", "fp8": "fp8"}
 _DYNAMIC_K = "num_speculative_tokens_per_batch_size"
 # Fields of the spec that vLLM does not have, or has under another name.
 _PEAGLE_FIELDS = {
@@ -58,7 +58,7 @@ _REFUSED = {
 def engine_args(
     spec: EngineSpec, hardware: Hardware, *, num_engines_on_node: int = 1, request_metrics: bool = True
 ) -> dict[str, Any]:
-    """Return keyword arguments for `vllm.AsyncEngineArgs` or `vllm.LLM`. vLLM sets the missing ones.
+    """Return keyword arguments for `vllm.AsyncEngineArgs` or `vllm.LLM`. For all others, vLLM has defaults.
 
     Args:
         num_engines_on_node: engines that share the node's memory; on a GPU node, each has its own accelerators.
@@ -99,7 +99,7 @@ def engine_args(
         "enable_prefix_caching": spec.caches_prefixes,
         "cudagraph_capture_sizes": capture_sizes(spec, hardware),
         "attention_backend": target_backend(spec, hardware),
-        "speculative_config": _speculation(spec, hardware),
+        "speculative_config": _engine_speculative_config(spec, hardware),
         # vLLM refuses this argument without speculation (config/vllm.py).
         "per_request_spec_decode_metrics": "summary" if spec.drafter and request_metrics else None,
     }
@@ -177,7 +177,7 @@ def speculative_config(drafter: DrafterSpec | None) -> dict[str, Any] | None:
         config["use_local_argmax_reduction"] = True
     if drafter.method == "dspark" and drafter.verify == "auto":
         config["enable_adaptive_verification"] = True
-    if (cache := DRAFT_CACHE[drafter.kv_cache_precision]) is not None:
+    if (cache := DRAFT_KV_CACHE_DTYPES[drafter.kv_cache_precision]) is not None:
         config["kv_cache_dtype"] = cache
     if drafter.attention_backend is not None:
         config["attention_backend"] = drafter.attention_backend
@@ -190,7 +190,7 @@ def speculative_config(drafter: DrafterSpec | None) -> dict[str, Any] | None:
     return config
 
 
-def _speculation(spec: EngineSpec, hardware: Hardware) -> dict[str, Any] | None:
+def _engine_speculative_config(spec: EngineSpec, hardware: Hardware) -> dict[str, Any] | None:
     """Return the speculative config of an engine on its hardware.
 
     If the target has dummy weights, the head's real weights are loaded nevertheless, if they exist. vLLM (0.24 to 0.29)
@@ -209,9 +209,9 @@ def _speculation(spec: EngineSpec, hardware: Hardware) -> dict[str, Any] | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRank:
-    """A node's rank in an engine with ranks on several nodes.
+    """The place of one node in an engine that spans several nodes.
 
-    vLLM receives and schedules requests on the first node, the leader. The other nodes run ranks until these end
+    vLLM receives and schedules requests on the first node, the leader. The other nodes run their ranks until these end
     (`vllm_internals.follow`).
 
     Attributes:
@@ -225,7 +225,7 @@ class NodeRank:
     leader: tuple[str, int]
 
     def arguments(self, num_nodes: int) -> dict[str, Any]:
-        """Return additional `engine_args`. Each node starts its ranks: vLLM 0.29's Ray executor has no CPU support."""
+        """Return additional `engine_args`. Each node starts its own ranks: vLLM 0.29's Ray executor cannot use CPUs."""
         address, port = self.leader
         return {
             "distributed_executor_backend": "mp",
@@ -236,5 +236,5 @@ class NodeRank:
         }
 
     def environment(self) -> dict[str, str]:
-        """Return additional environment variables: the address, which vLLM would guess from a route to the internet."""
+        """Return additional environment variables: the address, since vLLM would guess it from a route to the internet."""
         return {"VLLM_HOST_IP": self.host}

@@ -199,11 +199,11 @@ class Engine(RowEngine, Protocol):
     compile_s: float
     """Seconds of the start that were spent on compiling."""
     self_check: SelfCheck | None
-    """The result of the engine's self-check; None before it ran."""
+    """The result of the engine's self-check; None until it has run."""
 
     @property
     def checkable(self) -> Checkable:
-        """The engine for the self-check."""
+        """The part of the engine that the self-check uses."""
 
     @property
     def model_runner(self) -> str | None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from peagle.engine.arguments import DRAFT_CACHE, check_extra, speculative_config
+from peagle.engine.arguments import DRAFT_KV_CACHE_DTYPES, check_extra, speculative_config
 from peagle.engine.keys import SPEC_FIELDS
 from peagle.engine.spec import DrafterSpec
 from peagle.errors import ConfigError, did_you_mean, shown
@@ -31,7 +31,7 @@ _SPECULATIVE_KEYS = (
     "kv_cache_dtype",
     "attention_backend",
 )
-_DRAFT_KV_CACHE_PRECISIONS = {dtype: name for name, dtype in DRAFT_CACHE.items()}
+_DRAFT_KV_CACHE_PRECISIONS = {dtype: name for name, dtype in DRAFT_KV_CACHE_DTYPES.items()}
 # Arguments with an option of the same name and the same values.
 _SAME_OPTIONS = (
     "host",

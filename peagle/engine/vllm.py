@@ -119,7 +119,7 @@ async def generate(
 
 
 class _StepCounter:
-    """A vLLM statistics logger that counts the steps of all engine cores. vLLM calls it for the logger of each."""
+    """A vLLM statistics logger that counts the steps of all engine cores. vLLM calls it to get each core's logger."""
 
     def __init__(self) -> None:
         self.num_steps = 0
@@ -254,7 +254,7 @@ def start_engine(
     """Set the environment variables and start vLLM.
 
     Args:
-        node_rank: for an engine on several nodes: the rank of this node, its leader. The start waits for the others.
+        node_rank: rank of this node, which leads an engine on several nodes. The start waits for the other nodes.
 
     Raises:
         EngineError: vLLM did not start.

@@ -34,7 +34,7 @@ ASSUMED_START_S = 300.0  # start time of an engine with published speeds
 def _applicable_prices(
     config: PlanConfig, sweeps: Sequence[Sweep], table: PriceTable, reasons: list[str]
 ) -> list[tuple[Sweep, Price]]:
-    """Return the pairs of a sweep and a price to which its speeds apply. Add to `reasons` why others do not match."""
+    """Return each sweep with each price of a machine to which its speeds apply. Add to `reasons` why others do not."""
     applicable: list[tuple[Sweep, Price]] = []
     mismatches: dict[str, list[str]] = {}
     for sweep in sweeps:
@@ -56,7 +56,7 @@ def _applicable_prices(
 
 
 def _prices(config: PlanConfig, sweep: Sweep, table: PriceTable, reasons: list[str]) -> list[Price]:
-    """Return the prices of the machines of a sweep, by region and market."""
+    """Return the prices of the machines of a sweep, one for each region and market."""
     if sweep.stated_price is not None and not config.instance_types:
         if config.market == "spot":
             raise ConfigError(

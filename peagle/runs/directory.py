@@ -111,7 +111,7 @@ class RunDirectory:
     def require_lease(self) -> None:
         """Check that this driver still has its lease; raises RunInUse if another driver has taken over."""
         if self.lease is not None:
-            self.lease.require()
+            self.lease.require_held()
 
     def create(self, manifest: dict[str, Any], plan: Plan) -> bool:
         """Create the run, and return whether this driver was the first to do so.

@@ -105,7 +105,7 @@ class HeldLease:
     def number(self) -> int:
         return self._lease.number
 
-    def require(self) -> None:
+    def require_held(self) -> None:
         """Raise RunInUse if another driver has taken over, or ConfigError if the folder cannot be read."""
         try:
             if self._is_taken_over():
@@ -118,7 +118,7 @@ class HeldLease:
     def is_lost(self) -> bool:
         """Return whether another driver is known to have taken over."""
         with contextlib.suppress(*WRITE_ERRORS, PeagleError):
-            self.require()
+            self.require_held()
         return self.lost.is_set()
 
     def end(self) -> None:
@@ -227,7 +227,7 @@ def _acquire(
         is_created = write_once(path, _lease_to_bytes(lease))
         # If this process was suspended before `write_once`, there may be leases with higher numbers.
         if is_created and max(_lease_numbers(root), default=0) == lease.number:
-            # Delete earlier leases and leftovers of killed drivers, but not files of drivers that try now.
+            # Delete earlier leases and leftovers of killed drivers, but not files of drivers that are trying now.
             for other in (root / FOLDER).iterdir():
                 number = other.name.lstrip(".").partition(".")[0]
                 if number.isdecimal() and int(number) < lease.number:

@@ -5,9 +5,9 @@
     profile.yaml   the result, for `peagle generate --profile` and `peagle serve --profile`
     logs/          output of the engines
 
-An engine has a method, K, precision and number of token slots. It is sized for the largest concurrency and also serves
-smaller concurrencies, so several configurations are measured with one start. Each repeat uses other prompts; in the
-same repeat, all engines use the same prompts.
+An engine has a method, K, precision and number of token slots (`max_num_batched_tokens`). It is
+sized for the largest concurrency and also serves smaller concurrencies, so several configurations are measured with one
+start. Each repeat uses other prompts; in the same repeat, all engines use the same prompts.
 """
 
 import time
@@ -181,9 +181,9 @@ def _no_result_error(
 
 
 def _notes(setups: Mapping[str, Setup], search: Search) -> list[str]:
-    partly_measured = {candidate.engine for candidate in search.ranked()}
+    measured_engines = {candidate.engine for candidate in search.ranked()}
     notes = [
-        f"{setups[name].label} could {'only in part' if name in partly_measured else 'not'} be measured: {reason}"
+        f"{setups[name].label} could {'only in part' if name in measured_engines else 'not'} be measured: {reason}"
         for name, reason in search.failed.items()
     ]
     unmeasured = [planned.candidate for planned in search.pending() if not planned.repeat]
@@ -234,7 +234,7 @@ class Tuning(Measurement):
     def make_plan(config: TuneConfig, hardware: Hardware, model: ResolvedModel) -> BenchPlan:
         """Return the plan of the engines to measure, for each precision and number of token slots."""
         if config.objective == "tokens-per-dollar":
-            resolve_price(config, hardware)  # required here, unlike in a benchmark
+            resolve_price(config, hardware)  # raises an error without a price, which a benchmark does not need
         concurrencies = config.max_num_seqs or {"cpu": [1, 4, 16], "cuda": [8, 32, 128]}[hardware.platform]
         varied = config.model_dump(include={"methods", "drafter", "num_speculative_tokens"})
         plans = [
@@ -244,7 +244,7 @@ class Tuning(Measurement):
         command_settings = {name: value for name, value in plans[0].command_settings.items() if name != "precision"} | {
             "waves": config.requests_per_slot
         }
-        cache = config.kv_cache_precision  # stored only if set, so that existing folders stay valid
+        kv_precision = config.kv_cache_precision  # stored only if set, so that existing folders stay valid
         return replace(
             plans[0],
             setups=[
@@ -254,7 +254,7 @@ class Tuning(Measurement):
                 for setup in plan.setups
             ],
             notes=list(dict.fromkeys(note for plan in plans for note in plan.notes)),
-            command_settings=command_settings | ({"kv_cache_precision": cache} if cache != AUTO else {}),
+            command_settings=command_settings | ({"kv_cache_precision": kv_precision} if kv_precision != AUTO else {}),
         )
 
     def __init__(self, *args: Any) -> None:

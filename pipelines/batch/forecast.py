@@ -55,7 +55,7 @@ class RunForecast:
 
     @property
     def usd_per_h(self) -> float:
-        """The price of an hour of the engines at the start."""
+        """The hourly cost of the engines at the start."""
         return self.run.price.usd_per_device_s * 3600 * self.run.placement.num_devices * self.num_engines
 
     @property

@@ -238,8 +238,8 @@ class ServeConfig(ServedModelOptions, PriceOptions, TagOptions):
     @model_validator(mode="after")
     def _require_both_tls_files(self) -> Self:
         if (self.tls_cert is None) != (self.tls_key is None):
-            set_option, missing = ("tls_key", "tls_cert") if self.tls_cert is None else ("tls_cert", "tls_key")
-            raise ValueError(f"{set_option} is set without {missing}, but https needs both")
+            present, missing = ("tls_key", "tls_cert") if self.tls_cert is None else ("tls_cert", "tls_key")
+            raise ValueError(f"{present} is set without {missing}, but https needs both")
         return self
 
     @model_validator(mode="after")

@@ -34,7 +34,7 @@ from peagle.storage import storage_path
 from pipelines.cluster import ray as cluster
 from pipelines.cluster.failures import to_peagle_error
 from pipelines.cluster.inspection import inspect
-from pipelines.cluster.ray import abandon, has_gpus, ray_cluster, require_workers
+from pipelines.cluster.ray import has_gpus, ray_cluster, require_workers
 
 _SCHEMA = pa.schema(
     [("shard", pa.int64()), ("id", pa.string()), ("token_ids", pa.list_(pa.int32())), ("num_prompt_tokens", pa.int64())]
@@ -186,7 +186,7 @@ def _run_in_thread(fit: Callable[[], Any]) -> Any:
         return future.result()
     finally:
         if not future.done():
-            abandon()
+            cluster.abandon()
 
 
 def _worker_config(config: TrainConfig) -> TrainConfig:
@@ -207,7 +207,7 @@ def _worker_config(config: TrainConfig) -> TrainConfig:
 
 
 def _target_for_workers(config: TrainConfig) -> str:
-    """Return the target by a name that every node can resolve."""
+    """Return a name of the target that every node can resolve."""
     folder = user_path(config.model)
     is_folder = load_catalog().find(config.model) is None and folder.is_dir()
     return str(folder.resolve()) if is_folder else config.model

@@ -45,5 +45,5 @@ CARDS = {
         memory_mib=card.memory_mib,
         num_processors=_NUM_PROCESSORS[key],
     )
-    for key, card in price_options.CARDS.items()
+    for key, card in price_options.GPUS.items()
 }

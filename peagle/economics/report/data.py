@@ -92,8 +92,8 @@ def _savings(account: Account, info: RunInfo) -> Savings:
         request_s=account.busy_s * (info.concurrency or 0),
         usd=usd.busy,
     )
-    baseline = recorded_baseline({"baseline": info.baseline})
-    savings = work_savings(work, has_drafter=info.drafter is not None, baseline=baseline)
+    step_times = recorded_baseline({"baseline": info.baseline})
+    savings = work_savings(work, has_drafter=info.drafter is not None, baseline=step_times)
     return savings + spot_savings(account.price, kept_usd=usd.total - usd.lost, lost_usd=usd.lost)
 
 
@@ -178,7 +178,7 @@ def _ratio(value: float | None, base: float | None) -> float | None:
 
 
 def _labels(reports: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return unique labels of the runs, without the model if it is the same."""
+    """Return unique labels of the runs, without the model if all runs have the same one."""
     labels = [str(report["run"]["label"]) for report in reports]
     models = {report["run"]["model"] for report in reports}
     if len(reports) > 1 and len(models) == 1:

@@ -165,7 +165,7 @@ def format_price(price: Mapping[str, Any]) -> str:
 
 
 def saved_lines(saved: Mapping[str, Any], counts: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the name and text of each kind of savings that applies."""
+    """Return the name and text of each kind of savings that applies, and of the cost of prompts and generation."""
     prompt, cached = counts["num_prompt_tokens"], counts["num_cached_tokens"]
     share = f" ({format_share(cached / prompt)})" if prompt else ""
     lines = (

@@ -13,7 +13,7 @@ from peagle.economics.report.figures import format_count, format_usd, saved_line
 from peagle.economics.report.plots import SHARE_DARK, SHARE_LIGHT, SHARE_RULES, Bar, bars_svg, dollars_svg
 from peagle.economics.spending import KINDS
 from peagle.economics.statement import DIGITS, convert_currency, round_amounts
-from peagle.economics.usage import COUNTS
+from peagle.economics.usage import WORK_COUNTS
 from peagle.tables import aligned
 
 UNKNOWN = "unknown"
@@ -43,12 +43,12 @@ def csv_statement(statement: Mapping[str, Any]) -> str:
     writer = csv.writer(sink, lineterminator="\n")
     converted = [f"{kind}_{code.lower()}" for code in _other_currencies(statement) for kind in _COLUMNS]
     writer.writerow(
-        [*statement["by"], *COUNTS, *(f"{kind}_usd" for kind in _COLUMNS), *converted, "usd_per_million_tokens"]
+        [*statement["by"], *WORK_COUNTS, *(f"{kind}_usd" for kind in _COLUMNS), *converted, "usd_per_million_tokens"]
     )
     for row in statement["rows"]:
         amounts = [decimal(row[name][kind]) for name in ("usd", "converted") if name in row for kind in _COLUMNS]
-        names = [row[dimension] for dimension in statement["by"]]
-        writer.writerow([*names, *(row[name] for name in COUNTS), *amounts, decimal(row["usd_per_million_tokens"])])
+        names_and_counts = [row[name] for name in (*statement["by"], *WORK_COUNTS)]
+        writer.writerow([*names_and_counts, *amounts, decimal(row["usd_per_million_tokens"])])
     return sink.getvalue().rstrip("\n")
 
 

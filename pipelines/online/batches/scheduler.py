@@ -32,7 +32,7 @@ from pipelines.online.batches.work import (
     BUDGET,
     KEY_REVOKED,
     MODEL_WITHDRAWN,
-    UNEXECUTED,
+    UNEXECUTED_MESSAGES,
     BatchResult,
     BatchTask,
     Handle,
@@ -75,7 +75,7 @@ def final_progress(
     old_progress, status = batch.progress, _STATUS[reason]
     time_of_end: dict[str, Any] = {f"{status}_at": now}
     if reason in (BUDGET, KEY_REVOKED, MODEL_WITHDRAWN):  # tell the client, who did not cancel the batch
-        errors = batch_error(reason, UNEXECUTED[reason])
+        errors = batch_error(reason, UNEXECUTED_MESSAGES[reason])
     progress = replace(
         old_progress, status=status, output_file_id=files[0], error_file_id=files[1], errors=errors, **time_of_end
     )

@@ -44,11 +44,11 @@ from pipelines.online.batches.validation import BatchRules, CheckedInput, check_
 _UsageOrSession = TypeVar("_UsageOrSession", UnitUsage, EngineSession)
 
 Reason = str
-"""Why a batch ended early: a key of `UNEXECUTED`."""
+"""Why a batch ended early: a key of `UNEXECUTED_MESSAGES`."""
 BUDGET: Reason = "insufficient_quota"
 KEY_REVOKED: Reason = "key_revoked"
 MODEL_WITHDRAWN: Reason = "model_not_allowed"
-UNEXECUTED: Mapping[Reason, str] = {
+UNEXECUTED_MESSAGES: Mapping[Reason, str] = {
     "batch_expired": "This request could not be executed before the completion window expired.",
     "batch_cancelled": "This request was not executed: the batch was cancelled.",
     "batch_failed": "This request was not executed: the batch failed.",
@@ -179,7 +179,7 @@ def _write_errors(
             with open_to_read(failed) as lines:
                 shutil.copyfileobj(lines, file)
         while next_id is not None and reason is not None:
-            dead_letter = {"id": next_id, "reason": reason, "message": UNEXECUTED[reason]}
+            dead_letter = {"id": next_id, "reason": reason, "message": UNEXECUTED_MESSAGES[reason]}
             line = error_line(dead_letter, custom_id=next_id, run_id=task.batch_id)
             file.write(json.dumps(line).encode() + b"\n")
             num_unexecuted += 1
@@ -207,7 +207,7 @@ def _custom_ids(lines: Lines) -> Iterator[str]:
 
 
 def _record(task: BatchTask, directory: RunDirectory, reason: Reason | None) -> RequestUsage:
-    """Return the run's usage and cost in its own engines, as one record of the key.
+    """Return the run's usage and cost in its own engines, as one record billed to the key.
 
     The record covers all seconds of these engines. Borrowed engines write their own records.
     """
@@ -223,7 +223,7 @@ def _record(task: BatchTask, directory: RunDirectory, reason: Reason | None) -> 
         outcome="cut" if reason else "ok",
         ttft_s=None,
         usd=_usd(directory, lent=False),
-        usage=_usage(task, _in_sessions(directory.usages(), lent=False)),
+        usage=_usage(task, _in_engines(directory.usages(), lent=False)),
     )
 
 
@@ -235,11 +235,11 @@ def _usage(task: BatchTask, usages: Iterable[UnitUsage]) -> UnitUsage:
 
 def _usd(directory: RunDirectory, *, lent: bool) -> float:
     """Return the run's cost in borrowed engines (`lent`) or in its own engines."""
-    usages, sessions = _in_sessions(directory.usages(), lent=lent), _in_sessions(directory.sessions(), lent=lent)
+    usages, sessions = _in_engines(directory.usages(), lent=lent), _in_engines(directory.sessions(), lent=lent)
     return account(usages, sessions, Price.from_dict(directory.manifest()["price"])).total_usd
 
 
-def _in_sessions(records: Iterable[_UsageOrSession], *, lent: bool) -> Iterator[_UsageOrSession]:
+def _in_engines(records: Iterable[_UsageOrSession], *, lent: bool) -> Iterator[_UsageOrSession]:
     return (record for record in records if is_lent(record.session_id) is lent)
 
 
@@ -303,7 +303,7 @@ class BatchActor:
 
 
 class Handle(Generic[_Result]):
-    """A method call in an actor. Then the actor joins the `idle` pool, or is killed if that is None or not empty."""
+    """A method call in an actor. Afterwards the actor joins `idle` if that is an empty list; otherwise it is killed."""
 
     def __init__(self, actor: Any, method: str, *arguments: Any, idle: list[Any] | None = None) -> None:
         self._actor, self._idle = actor, idle

@@ -57,7 +57,7 @@ class BodyLimits:
 
 
 def _counts(text: bytes) -> tuple[int, int, int]:
-    """Return the number of containers, members and separators in `text`; upper bounds if it contains strings."""
+    """Return the number of containers, members and values (commas) in `text`; upper bounds if it contains strings."""
     return text.count(b"[") + text.count(b"{"), text.count(b":"), text.count(b",")
 
 
@@ -147,7 +147,7 @@ def require_length(scope: Scope, limit: int) -> None:
         raise _too_large(limit)
 
 
-def require_plain(scope: Scope) -> None:
+def require_uncompressed(scope: Scope) -> None:
     """Refuse a body with a Content-Encoding (415)."""
     encoding = ", ".join(Headers(scope=scope).getlist("content-encoding"))
     if {part.strip().lower() for part in encoding.split(",")} - {"", "identity"}:
@@ -156,7 +156,7 @@ def require_plain(scope: Scope) -> None:
 
 
 class Upload:
-    """The `receive` of a request with a large body. `is_whole` is set when the whole body was read.
+    """ASGI's `receive` for a request with a large body. `is_whole` is set when the whole body was read.
 
     Reports to the proxy, through `send`, how much was read, so that the proxy sends more (`serve/flow.py`). Each piece
     and the whole body have a timeout.

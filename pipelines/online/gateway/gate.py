@@ -38,7 +38,7 @@ from pipelines.online.gateway.bodies import (
     parse,
     read_body,
     require_length,
-    require_plain,
+    require_uncompressed,
 )
 from pipelines.online.gateway.crashes import EngineCrashes
 from pipelines.online.gateway.keys import LOCAL, KeyRecord, KeyRing
@@ -179,7 +179,7 @@ class Gate:
             body = self._json_body(request, content, values)
         if route.rule is Rule.UPLOAD:
             settings = self._settings
-            require_plain(scope)
+            require_uncompressed(scope)
             require_length(scope, settings.max_upload_bytes)
             max_bytes, piece_timeout_s = settings.max_upload_bytes, settings.body_timeout_s
             receive = Upload(receive, answer.send, max_bytes, piece_timeout_s, settings.request_timeout_s)
@@ -269,7 +269,7 @@ class Gate:
             raise ApiError(504, f"the answer took longer than {timeout_s:g} s", code="timeout") from None
 
     async def _read(self, request: _Request) -> bytes:
-        require_plain(request.scope)
+        require_uncompressed(request.scope)
         require_length(request.scope, self._settings.max_body_bytes)
         return await read_body(
             request.receive,

@@ -6,7 +6,7 @@ Every request counts when it arrives. Tokens and cost are reserved at their maxi
 that a burst cannot exceed a limit. The maximum number of prompt tokens is the size of the body, which can be far too
 high. So the only running request of a key may use whatever is left of the minute and of the key's budgets. A request
 for a model without a price (`totals.py`) can only run alone. So a budget is exceeded by at most one request, plus the
-errors of estimated prices.
+amount by which estimated prices are too low.
 
 If a client disconnects, the reservation stays until the engine has written the usage to the ledger. Rate limits are
 kept in memory, since there is only one ingress.
@@ -195,7 +195,7 @@ class KeyLimits:
 
     def settle(self, permit: Permit, used: ActualUsage | None) -> None:
         """Release a permit. Idempotent. If `used` is None, the request's ledger record settles the permit later."""
-        self._mark_answered(permit)
+        self._mark_ended(permit)
         if permit.request_id not in self._permits:
             return
         if used is None:
@@ -263,7 +263,7 @@ class KeyLimits:
                 self._settle_by_id(request_id, None)  # a late record still counts as spent
         self._budgets.expire_unconfirmed(now - _LEDGER_TIMEOUT_S)
 
-    def _mark_answered(self, permit: Permit) -> None:
+    def _mark_ended(self, permit: Permit) -> None:
         if permit.is_running:
             permit.is_running = False
             self._counts[permit.account].num_running -= 1
@@ -272,7 +272,7 @@ class KeyLimits:
         """Replace a reservation with the usage; `used` is None if it will never be known."""
         permit = self._permits.pop(request_id)
         self._waiting.pop(request_id, None)
-        self._mark_answered(permit)
+        self._mark_ended(permit)
         counts, now, actual = self._counts[permit.account], self._monotonic(), used or ActualUsage()
         counts.prompt_tokens.settle(now, permit.prompt_tokens, actual.prompt_tokens)
         counts.output_tokens.settle(now, permit.output_tokens, actual.output_tokens)

@@ -10,7 +10,7 @@ from saved_heads import load_head
 
 from peagle.catalog.shipped_heads import HEADS_FOLDER
 from peagle.drafter.batch import make_batch, sample_blocks, sample_rows
-from peagle.drafter.forward import head_states, is_block
+from peagle.drafter.forward import head_states, is_block_head
 from peagle.drafter.head import HeadSpec, build_head, possible_init, save_head
 from peagle.drafter.target import read_architecture
 from peagle.drafter.vocabulary import DraftVocabulary, vocabulary_of_head
@@ -26,7 +26,7 @@ def _head(target, spec, vocabulary, **changes):
 
 def _batch(head, store):
     mask = store[1].loss_mask_T[1:]
-    if is_block(head):
+    if is_block_head(head):
         return make_batch([store[1]], [sample_blocks(mask, num_depths=NUM_DEPTHS, share=1.0)])
     return make_batch([store[1]], [sample_rows(mask, num_depths=NUM_DEPTHS, ratio=1.0)])
 

@@ -393,11 +393,11 @@ def test_batches_have_every_document_once():
 def test_every_epoch_has_its_own_order():
     lengths = [1] * 7  # an epoch has 4 steps, because a batch has 2 of these documents
     epoch_order = EpochOrder(lengths, batch_tokens=2, seed=4)
-    steps = [epoch_order.documents(step) for step in range(8)]
+    steps = [epoch_order.batch(step) for step in range(8)]
     epochs = [[index for step in steps[start : start + 4] for index in step] for start in (0, 4)]
     assert [sorted(epoch) for epoch in epochs] == [list(range(7))] * 2
     assert epochs[0] != epochs[1]
-    assert EpochOrder(lengths, batch_tokens=2, seed=4).documents(6) == steps[6]
+    assert EpochOrder(lengths, batch_tokens=2, seed=4).batch(6) == steps[6]
 
 
 WORKER = """

@@ -181,22 +181,22 @@ def test_suspended_driver_with_stale_number_is_refused(root, monkeypatch):
         make_next_read_return_none(monkeypatch)
         with pytest.raises(RunInUse, match=f"process {os.getpid()}"), hold(root):
             pass
-        other.require()
+        other.require_held()
 
 
 def test_lost_lease_is_refused_when_required(root):
     with hold(root) as lease:
-        lease.require()
+        lease.require_held()
         write_lease(root, replace(read_lease(root), number=2, token="another's"))
         with pytest.raises(RunInUse, match="taken over"):
-            lease.require()
+            lease.require_held()
 
 
 def test_deleted_lease_folder_means_a_lost_lease(tmp_path):
     with hold(tmp_path) as first:
         shutil.rmtree(tmp_path / ".lease")
         with pytest.raises(RunInUse):
-            first.require()
+            first.require_held()
     with hold(tmp_path) as first:
         shutil.rmtree(tmp_path / ".lease")
         with hold(tmp_path) as second:

@@ -22,6 +22,7 @@ from peagle.drafter.pipeline import Listener, train_head
 from peagle.drafter.training import SingleProcess
 from peagle.errors import CapacityError, DivergedError, PeagleError
 from peagle.hardware import detect
+from pipelines.cluster import ray as cluster
 from pipelines.training import distributed
 from pipelines.training.distributed import (
     _failure_reason,
@@ -107,7 +108,7 @@ def test_ray_errors_are_reported_by_their_last_line():
 @pytest.mark.parametrize("receiver", ["main thread", "trainer"])
 def test_interrupt_reaches_the_main_thread_during_training(monkeypatch, receiver):
     may_end, abandoned = threading.Event(), []
-    monkeypatch.setattr(distributed, "abandon", lambda: abandoned.append(True))
+    monkeypatch.setattr(cluster, "abandon", lambda: abandoned.append(True))
     previous_handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     main = threading.get_ident()
 
@@ -140,7 +141,7 @@ def test_ray_train_still_intercepts_interrupts():
 
 
 def test_trainer_errors_reach_the_caller(monkeypatch):
-    monkeypatch.setattr(distributed, "abandon", lambda: pytest.fail("Ray was abandoned although the trainer returned"))
+    monkeypatch.setattr(cluster, "abandon", lambda: pytest.fail("Ray was abandoned although the trainer returned"))
 
     def fit():
         raise RuntimeError("no room")

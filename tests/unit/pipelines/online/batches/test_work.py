@@ -10,7 +10,7 @@ from pipelines.batch.request import Allowance
 from pipelines.online.batches import work
 from pipelines.online.batches.records import Batch, BatchProgress
 from pipelines.online.batches.scheduler import make_task
-from pipelines.online.batches.work import UNEXECUTED, RunCounts, StopRequest, collect, run_batch
+from pipelines.online.batches.work import UNEXECUTED_MESSAGES, RunCounts, StopRequest, collect, run_batch
 
 PRICE = Price(
     instance_type="i", provider="p", region="r", market="fixed", usd_per_hour=36, device="vcpu", num_devices=1,
@@ -35,7 +35,7 @@ def task(store, settings, upload, make_batch_request):
     return make_task(Batch(request=request, progress=BatchProgress(model="m")), settings, store)
 
 
-@pytest.mark.parametrize("reason", UNEXECUTED)
+@pytest.mark.parametrize("reason", UNEXECUTED_MESSAGES)
 def test_unexecuted_requests_are_in_the_error_file(task, reason):
     result = collect(task, reason)
     assert (result.num_completed, result.num_failed, result.output, result.record) == (0, 2, None, None)
