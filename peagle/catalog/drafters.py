@@ -48,8 +48,8 @@ def resolve_drafter(
         return _no_drafter("no drafter requested")
     if name == "auto":
         return _recommended_drafter(model, concurrency, num_speculative_tokens, platform, commits)
-    entry = model.card.speculation_for(concurrency, platform) if model.card else None
-    k_by_method = {str(entry.method): entry.num_speculative_tokens} if entry else {}
+    best = model.card.speculation_for(concurrency, platform) if model.card else None
+    k_by_method = {str(best.method): best.num_speculative_tokens} if best else {}
     method = name if name in DRAFT_METHODS else name.lower().replace("-", "")  # accepts "P-EAGLE", too
     is_method = name in DRAFT_METHODS or (method in DRAFT_METHODS and not user_path(name).exists())
     path = _card_head_path(model, method) if is_method else find_head(name, model)
@@ -87,17 +87,17 @@ def _recommended_drafter(
 ) -> ResolvedDrafter:
     if model.card is None:
         return _no_drafter(f"{model.name} is not in the catalog; set --drafter to use a drafter")
-    entry = model.card.speculation_for(concurrency, platform)
-    if entry is None:
+    best = model.card.speculation_for(concurrency, platform)
+    if best is None:
         situation = f"{concurrency} concurrent requests" + (f" on {platform}" if platform else "")
         return _no_drafter(f"no measurements for {situation}; set --drafter to try a drafter")
-    if entry.method == "none":
-        return _no_drafter(f"with {concurrency} concurrent requests a drafter costs more than it saves ({entry.source})")
-    path = _folder_or_hub_id(model.card.heads[entry.method])
+    if best.method == "none":
+        return _no_drafter(f"with {concurrency} concurrent requests a drafter costs more than it saves ({best.source})")
+    path = _folder_or_hub_id(model.card.heads[best.method])
     if not is_hub_id(path) and not Path(path).is_dir():
-        return _no_drafter(f"the {entry.method} head of {model.name} is missing from this installation")
-    note = f"recommended for {concurrency} concurrent requests ({entry.source})"
-    k_by_method = {str(entry.method): entry.num_speculative_tokens}
+        return _no_drafter(f"the {best.method} head of {model.name} is missing from this installation")
+    note = f"recommended for {concurrency} concurrent requests ({best.source})"
+    k_by_method = {str(best.method): best.num_speculative_tokens}
     return _drafter_with_head(model, path, k, k_by_method, commits, platform, note=note)
 
 

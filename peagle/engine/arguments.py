@@ -236,5 +236,5 @@ class NodeRank:
         }
 
     def environment(self) -> dict[str, str]:
-        """Return additional environment variables: the address, since vLLM would guess it from a route to the internet."""
+        """Return this node's address as a variable, since vLLM would guess it from a route to the internet."""
         return {"VLLM_HOST_IP": self.host}

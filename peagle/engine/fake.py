@@ -24,7 +24,7 @@ from peagle.errors import EngineError
 from peagle.speculation import SpeculationStats
 
 CORE_NAME = "peagle-fake-engine-core"
-_Text = Annotated[str, Field(min_length=1)] | None
+_OptionalText = Annotated[str, Field(min_length=1)] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,9 +47,9 @@ class FakeTraits:
     start_s: Annotated[float, Field(ge=0)] = 0.0
     has_core: bool = False
     is_wrong: bool = False
-    die_on: _Text = None
-    kill_on: _Text = None
-    hang_on: _Text = None
+    die_on: _OptionalText = None
+    kill_on: _OptionalText = None
+    hang_on: _OptionalText = None
 
 
 class FakeEngine:
