@@ -290,9 +290,9 @@ class HeadOptimizer:
         matrices = [p for name, p in parameters.items() if p.dim() == 2 and name not in _TABLES]
         tables = [p for name, p in parameters.items() if p.dim() == 2 and name in _TABLES]
         vectors = [p for p in parameters.values() if p.dim() != 2]
-        by_adamw = [tables if is_muon else tables + matrices, vectors]
+        adamw_parameters = [tables if is_muon else tables + matrices, vectors]
         decays = (config.weight_decay, 0.0)
-        groups = [{"params": p, "weight_decay": d} for p, d in zip(by_adamw, decays, strict=True) if p]
+        groups = [{"params": p, "weight_decay": d} for p, d in zip(adamw_parameters, decays, strict=True) if p]
         self._optimizers: dict[torch.optim.Optimizer, float] = {}  # with learning rates relative to AdamW's
         if groups:
             self._optimizers[torch.optim.AdamW(groups, betas=(0.9, 0.95))] = 1.0

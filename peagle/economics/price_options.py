@@ -16,7 +16,7 @@ from peagle.economics.prices import (
     Price,
     PriceTable,
     default_instance,
-    is_accelerator,
+    same_accelerator,
 )
 from peagle.errors import ConfigError, PriceError
 from peagle.hardware import Hardware, detect_machine
@@ -184,7 +184,7 @@ def configured_machine(options: PriceOptions, accelerator: str | None, *, num_ac
     kind = None if accelerator == "any" else accelerator
     offer = PriceTable.load(options.prices).offer(options.instance_type)
     if offer is not None and offer.accelerator:
-        if kind and not is_accelerator(offer.accelerator, kind) and not is_accelerator(kind, offer.accelerator):
+        if kind and not same_accelerator(offer.accelerator, kind) and not same_accelerator(kind, offer.accelerator):
             raise ConfigError(
                 f"instance_type {offer.instance_type} has {offer.accelerator}, but accelerator_type is {kind}",
                 hint="use another instance type, or remove accelerator_type",
@@ -214,7 +214,7 @@ def hardware_of(offer: Offer) -> Hardware | None:
 
 
 def _gpu(accelerator: str) -> Gpu | None:
-    return next((gpu for gpu in GPUS.values() if is_accelerator(accelerator, gpu.name)), None)
+    return next((gpu for gpu in GPUS.values() if same_accelerator(accelerator, gpu.name)), None)
 
 
 def _hardware_of_gpu(gpu: Gpu, num_accelerators: int, num_cpus: int) -> Hardware:

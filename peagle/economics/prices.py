@@ -141,12 +141,12 @@ _FORM_FACTOR = re.compile(r"SXM\d*")  # drivers put it between model and memory
 _MEMORY = re.compile(r"(\d+)GB?")
 
 
-def is_accelerator(name: str | None, device_name: str) -> bool:
+def same_accelerator(name: str | None, device_name: str) -> bool:
     """Return whether a price table and a driver name the same accelerator.
 
     The name must be a sequence of whole words of the device name, so "L4" is not "NVIDIA L40S".
 
-    >>> [is_accelerator(name, "NVIDIA A100-SXM4-80GB") for name in ("A100-80GB", "A100", None)]
+    >>> [same_accelerator(name, "NVIDIA A100-SXM4-80GB") for name in ("A100-80GB", "A100", None)]
     [True, False, False]
     """
     if name is None:
@@ -314,7 +314,7 @@ class PriceTable:
     def offers_with(self, accelerator: str | None) -> list[Offer]:
         if accelerator is None:
             return [offer for offer in self.offers if not offer.num_accelerators]
-        return [offer for offer in self.offers if is_accelerator(offer.accelerator, accelerator)]
+        return [offer for offer in self.offers if same_accelerator(offer.accelerator, accelerator)]
 
     def _matching_offers(self, instance_type: str, provider: str | None, region: str | None) -> list[Offer]:
         in_all_regions = [offer for offer in self.offers if offer.instance_type == instance_type]

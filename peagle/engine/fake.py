@@ -191,7 +191,7 @@ class _Checkable:
         self.max_model_len = max_model_len
         self._is_wrong = is_wrong
 
-    def prompt(self, text: str) -> list[int]:
+    def to_token_ids(self, text: str) -> list[int]:
         return ByteTokenizer().encode(text)
 
     async def answer(self, prompt: Sequence[int], *, num_tokens: int, temperature: float) -> list[int]:

@@ -109,7 +109,7 @@ class Checkable(Protocol):
 
     max_model_len: int
 
-    def prompt(self, text: str) -> list[int]:
+    def to_token_ids(self, text: str) -> list[int]:
         """The token ids of a text, without a chat template."""
 
     async def answer(self, prompt: Sequence[int], *, num_tokens: int, temperature: float) -> list[int]:

@@ -92,7 +92,7 @@ async def _check(engine: Checkable, max_tie: float, spec: EngineSpec) -> SelfChe
     def skipped(reason: str) -> SelfCheck:
         return SelfCheck(outcome="skipped", seen=reason, seconds=time.monotonic() - started)
 
-    prompt = engine.prompt(TEXT)[: max(1, engine.max_model_len // 2)]
+    prompt = engine.to_token_ids(TEXT)[: max(1, engine.max_model_len // 2)]
     max_tokens = NUM_TOKENS if spec.drafter is not None else _NUM_TOKENS_WITHOUT_DRAFTER
     num_tokens = min(max_tokens, engine.max_model_len - len(prompt) - 1)
     if not prompt or num_tokens < 1:
@@ -140,8 +140,8 @@ class CheckableLlm:
         self._llm = llm
         self.max_model_len: int = llm.model_config.max_model_len
 
-    def prompt(self, text: str) -> list[int]:
-        """See `Checkable.prompt`. Without a tokenizer, returns the first ids of the vocabulary."""
+    def to_token_ids(self, text: str) -> list[int]:
+        """See `Checkable.to_token_ids`. Without a tokenizer, returns the first ids of the vocabulary."""
         if self._llm.model_config.skip_tokenizer_init:
             return list(range(min(16, self._llm.model_config.get_vocab_size())))
         return list(self._llm.get_tokenizer().encode(text))

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from peagle.economics.prices import is_accelerator
+from peagle.economics.prices import same_accelerator
 from peagle.engine_options import ResolvedEngine
 from peagle.hardware import Hardware
 from peagle.profiles.measurements import NONE
@@ -37,7 +37,7 @@ def known_speed(engine: ResolvedEngine, hardware: Hardware, concurrency: int) ->
     published = []
     for table in card.published:
         is_same_engine = (table.num_accelerators, table.precision) == (spec.num_accelerators, engine.precision.weights)
-        if not is_same_engine or not is_accelerator(table.accelerator, accelerator):
+        if not is_same_engine or not same_accelerator(table.accelerator, accelerator):
             continue
         source = f"{table.label}, {table.dataset}; {table.source}"
         for row in table.speeds:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from peagle.economics.account import Shares
-from peagle.economics.prices import MARKETS, Price, PriceTable, is_accelerator
+from peagle.economics.prices import MARKETS, Price, PriceTable, same_accelerator
 from peagle.errors import ConfigError, PriceError
 from peagle.planning.config import PlanConfig
 from peagle.planning.sweeps import Sweep
@@ -71,7 +71,7 @@ def _prices(config: PlanConfig, sweep: Sweep, table: PriceTable, reasons: list[s
     ]
     instance_types = list(config.instance_types)
     if not instance_types and sweep.is_published:
-        matching = [offer for offer in allowed if is_accelerator(offer.accelerator, sweep.accelerator or "")]
+        matching = [offer for offer in allowed if same_accelerator(offer.accelerator, sweep.accelerator or "")]
         instance_types = list(dict.fromkeys(offer.instance_type for offer in matching))
     elif not instance_types and sweep.instance_type:
         instance_types = [sweep.instance_type]
@@ -107,7 +107,7 @@ def _mismatch(sweep: Sweep, price: Price, table: PriceTable) -> str | None:
     if sweep.instance_type is None:
         # Without an instance type, only the accelerator can be compared.
         measured_on = sweep.accelerator or "CPUs"
-        is_same = is_accelerator(price.accelerator, measured_on) if sweep.accelerator else price.accelerator is None
+        is_same = same_accelerator(price.accelerator, measured_on) if sweep.accelerator else price.accelerator is None
     else:
         accelerators = {offer.accelerator for offer in table.offers if offer.instance_type == sweep.instance_type}
         described = ", ".join(str(accelerator or "no accelerator") for accelerator in accelerators)

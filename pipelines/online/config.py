@@ -76,7 +76,7 @@ class ServedModelOptions(FakeEngineOptions, EngineOptions):
         return self.name or (FAKE_MODEL.name if self.engine == "fake" else name_of(self.model))
 
     @property
-    def parsers(self) -> dict[str, Any]:
+    def parser_arguments(self) -> dict[str, Any]:
         """The arguments of vLLM's API server for the configured parsers."""
         tool_arguments = {"enable_auto_tool_choice": True, "tool_call_parser": self.tool_call_parser}
         return (tool_arguments if self.tool_call_parser else {}) | (

@@ -82,7 +82,7 @@ async def _repeat_greedy(engine, job, stop):
 
 
 async def _greedy(engine, job):
-    prompts = [engine.checkable.prompt(text) for text in job["greedy"]]
+    prompts = [engine.checkable.to_token_ids(text) for text in job["greedy"]]
     params = {"temperature": 0.0, "max_tokens": NUM_GREEDY_TOKENS}
     return await asyncio.gather(*(_ask(engine, prompt, params) for prompt in prompts))
 

@@ -207,9 +207,9 @@ class KeyLimits:
         """Settle requests from new ledger records, at most once per second, and less often if nothing is waiting."""
         now = self._monotonic()
         # Poll often while requests wait for their records, or a model for its first price.
-        is_awaited = self._waiting or self._unpriced_models or now < self._started_at + _STARTUP_S
+        must_poll_often = self._waiting or self._unpriced_models or now < self._started_at + _STARTUP_S
         is_polling = self._poll_task is not None and not self._poll_task.done()
-        if is_polling or now < self._polled_at + (_POLL_S if is_awaited else _IDLE_POLL_S):
+        if is_polling or now < self._polled_at + (_POLL_S if must_poll_often else _IDLE_POLL_S):
             return
         self._polled_at = now
         # Shielded: the records are read only once, so a client that disconnects must not cancel the reading.

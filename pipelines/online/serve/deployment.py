@@ -106,13 +106,13 @@ def make_llm_config(job: ReplicaJob, spec: EngineSpec, hardware: Hardware) -> An
     options, placement = job.options, job.placement
     arguments = engine_args(spec, hardware, num_engines_on_node=placement.num_engines_on_node)
     arguments.pop("model")
-    check_parsers(options.parsers)
+    check_parsers(options.parser_arguments)
     on_gpu = hardware.platform == "cuda"
     return LLMConfig(
         model_loading_config={"model_id": options.served_name, "model_source": spec.model},
         engine_kwargs={
             **arguments,
-            **options.parsers,
+            **options.parser_arguments,
             **({"scheduling_policy": "priority"} if job.lends else {}),
             "enable_prompt_tokens_details": True,
             # Otherwise an engine's first constrained request would choose the backend for all others.

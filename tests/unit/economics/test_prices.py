@@ -8,7 +8,7 @@ from peagle.economics.prices import (
     Price,
     PriceTable,
     default_instance,
-    is_accelerator,
+    same_accelerator,
     price_lines,
 )
 from peagle.errors import PriceError
@@ -213,4 +213,4 @@ def test_has_accelerator_matches_device_names(table):
     ],
 )
 def test_accelerator_names_of_price_tables_match_device_names(name, device_name, expected):
-    assert is_accelerator(name, device_name) == expected
+    assert same_accelerator(name, device_name) == expected

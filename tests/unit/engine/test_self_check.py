@@ -37,7 +37,7 @@ class Engine:
         self.requests = []
         self.judged = []
 
-    def prompt(self, text):
+    def to_token_ids(self, text):
         return list(range(100, 100 + len(text.split())))
 
     async def answer(self, prompt, *, num_tokens, temperature):

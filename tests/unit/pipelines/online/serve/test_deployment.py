@@ -91,10 +91,10 @@ def test_cpu_engine_uses_only_its_bundle():
 
 def test_parsers_become_arguments_of_vllm():
     model_options = ServedModelOptions(tool_call_parser="hermes", reasoning_parser="qwen3")
-    assert model_options.parsers == {
+    assert model_options.parser_arguments == {
         "enable_auto_tool_choice": True, "tool_call_parser": "hermes", "reasoning_parser": "qwen3",
     }  # fmt: skip
-    assert ServedModelOptions().parsers == {}
+    assert ServedModelOptions().parser_arguments == {}
 
 
 def test_rays_defaults_still_need_replacing():
