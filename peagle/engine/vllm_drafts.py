@@ -27,6 +27,8 @@ LOOKUP = "PEAGLE_LOOKUP_MIN_NGRAM"  # environment variable: the shortest n-gram;
 VERIFY = "PEAGLE_VERIFY"  # environment variable; if "auto", only drafts that are worth their time are verified
 # After this many steps, learn only from every eighth step, because learning takes as long as choosing.
 _LEARNING_STEPS = 64
+# An engine's first steps take up to ten times as long as later ones, so nothing is learned from their duration.
+_COLD_STEPS = 16
 _LEARN_EVERY = 8
 # One in this many steps verifies nothing, so that the time of a step without drafts is measured, not extrapolated.
 # Another one drafts K tokens, to learn how often the deepest drafts survive. The budget learns from both.
@@ -179,7 +181,9 @@ class SchedulerDrafts:
         confidence: Confidence | None = getattr(drafted, "peagle_confidence", None)
         self._num_steps += 1
         drafter_s = confidence.drafter_s if confidence else 0.0
-        if self._step and self._num_prompt_tokens and drafter_s:
+        if self._num_steps == _COLD_STEPS:
+            budget.restart_trial()
+        if self._step and self._num_prompt_tokens and drafter_s and self._num_steps > _COLD_STEPS:
             budget.observe_prompts(self._step, self._num_prompt_tokens, drafter_s)
         if self._learns():
             self._learn(budget, drafter_s)
@@ -236,7 +240,7 @@ class SchedulerDrafts:
 
     def _learn(self, budget: DraftBudget, drafter_s: float) -> None:
         """Learn from the step that ended, and from all drafts that were verified since the last call."""
-        if self._step and not self._num_prompt_tokens:
+        if self._step and not self._num_prompt_tokens and self._num_steps > _COLD_STEPS:
             target_s = max(self._ended_s - self._started_s - drafter_s, 0.0)
             budget.observe_step(self._step, target_s=target_s, drafter_s=drafter_s)
         for sampling_kind, observed in self._observed.items():
