@@ -1,4 +1,4 @@
-"""Private and internal names of vLLM 0.29 (docs/upstream.md), without those in `vllm_plugin.py` and `vllm_drafts.py`.
+"""Uses of vLLM 0.29's private names (docs/upstream.md), except those in `vllm_plugin.py` and `vllm_drafts.py`.
 
 vLLM is imported in functions, after the environment variables that it reads have been set.
 """
@@ -23,7 +23,7 @@ def engine_dead_error() -> type[Exception]:
 
 
 def request_error() -> type[Exception]:
-    """Return the exception of a request on which vLLM failed without crashing."""
+    """Return the exception that vLLM raises if one request fails and the engine survives."""
     from vllm.v1.engine.exceptions import EngineGenerateError
 
     return EngineGenerateError  # type: ignore[no-any-return]

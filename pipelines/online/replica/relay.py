@@ -100,7 +100,9 @@ async def convert_errors(
     to_error_response: Callable[[Exception], Any] = to_error_response,
     event_to_error_response: Callable[[Mapping[str, Any]], Any] = event_to_error_response,
 ) -> AsyncGenerator[Any, None]:
-    """Pass an answer on. Raise failures that arrive as stream events, and convert early refusals into error responses.
+    """Pass on the parts of an answer.
+
+    Failures that arrive as stream events are raised, and early refusals become error responses.
 
     vLLM 0.29 reports every failure, even an engine crash, as an event and ends the stream normally. It also reports a
     failure if a constraint allows no more tokens, which is the caller's mistake. Ray 2.60 converts only two of vLLM's
