@@ -282,8 +282,8 @@ def build_head(target: Path, spec: HeadSpec, vocabulary: DraftVocabulary, *, see
     set_verifier_output(head, weights, architecture)
     if spec.algorithm == "peagle":
         # The target's states have norms of hundreds, but a learning rate of 1e-3 changes the mask state by at most 1
-        # over 1,000 steps. If it starts at zero, the attention output dominates a mask row; if it started as a mean of the
-        # target's states, the attention output would be negligible.
+        # over 1,000 steps. If it starts at zero, the attention output dominates a mask row; if it started as a mean of
+        # the target's states, the attention output would be negligible.
         torch.nn.init.zeros_(head.mask_hidden)
     head.config.embed_requires_grad = spec.train_embeddings
     head.embed_tokens.requires_grad_(spec.train_embeddings)
