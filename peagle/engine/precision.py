@@ -9,8 +9,8 @@
 
 On CUDA, `auto` uses an FP8 KV cache only for long contexts (`_MIN_FP8_CACHE_TOKENS`).
 
-A checkpoint that is published quantised (gpt-oss in MXFP4) keeps its weights for any requested precision, and with
-`auto` its published cache format, if the hardware supports it. INT8 is W8A8: weights are converted beforehand
+A checkpoint that is published quantised (gpt-oss in MXFP4) keeps its weights and refuses int8 and float32. With
+`auto`, it keeps its published cache format, if the hardware supports it. INT8 is W8A8: weights are converted beforehand
 (`catalog/int8.py`), activations at run time. Everything else is computed in bf16; in float16 below capability 8.0; in
 float32 on CPUs without AVX-512.
 """

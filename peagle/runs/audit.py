@@ -200,7 +200,7 @@ def audit_files(run: RunDirectory, manifest: dict[str, Any]) -> FilesAudit:
     audit.num_units_planned, audit.num_rows_planned = len(plan.units), plan.num_rows
     _check_plan(audit, plan, manifest)
     retried_rows = plan.retried_rows()
-    # Retried rows are positions in the unit's span. `row_id` expects such positions only if `rows` is None.
+    # Retried rows are positions in the unit's span; `row_id` accepts these only of a unit whose `rows` is None.
     whole_units = (replace(unit, rows=None) for unit in plan.units if unit.unit in retried_rows)
     retried = {unit.unit: frozenset(map(unit.row_id, retried_rows[unit.unit])) for unit in whole_units}
     units = _audit_units(audit, run, plan, manifest, retried)
@@ -278,7 +278,7 @@ def _check_retries(audit: FilesAudit, plan: Plan, units: dict[int, "UnitAudit"],
             audit.add("plan", where, f"retries rows that unit {earlier.unit} does not have")
         elif earlier_audit is None:
             audit.add("lost", where, f"retries dead letters of unit {earlier.unit}, which is not committed")
-        # A unit that ran again after the retry skipped the retried rows, so they are not among its dead letters.
+        # If a unit ran again after its retry, it skipped the retried rows: none of them is among its dead letters.
         elif not earlier_audit.findings and letter_ids & retried_ids and letter_ids - retried_ids:
             audit.add("plan", where, f"does not retry all dead letters of unit {earlier.unit}")
 
@@ -334,8 +334,8 @@ def _check_other_files(audit: FilesAudit, run: RunDirectory, plan_name: str, val
     for folder, pattern in _FILES_BY_FOLDER.items():
         for name in _list_names(run.root / folder):
             where = f"{folder}/{name}"
-            is_orphan = folder == "suspects" or (folder == "failed" and name not in valid_letter_files)
-            if name.endswith(TEMPORARY_SUFFIX) or (pattern.fullmatch(name) and is_orphan):
+            is_leftover = folder == "suspects" or (folder == "failed" and name not in valid_letter_files)
+            if name.endswith(TEMPORARY_SUFFIX) or (pattern.fullmatch(name) and is_leftover):
                 leftovers.append(where)
             elif not pattern.fullmatch(name):
                 audit.add("foreign", where, "not a file of a run")
@@ -520,7 +520,7 @@ def _read_letters(run: RunDirectory, unit: WorkUnit, name: str) -> tuple[list[di
 def _id_problems(
     unit: WorkUnit, ids: Sequence[str], letter_ids: Sequence[str], retried: frozenset[str]
 ) -> Iterator[tuple[str, str]]:
-    """Yield problems (kind, message): ids not in exactly one row or dead letter, and retried ids with a row here."""
+    """Yield (kind, message) for ids not in exactly one row or dead letter, and for retried ids that have a row here."""
     planned = {unit.row_id(index) for index in range(unit.num_rows)}
     counts = Counter(ids) + Counter(letter_ids)
     if missing := planned - retried - counts.keys():

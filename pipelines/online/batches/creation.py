@@ -163,7 +163,7 @@ class BatchCreator:
 
     def __init__(self, store: BatchStore, quota: Quota, limits: KeyQuota) -> None:
         self._store, self._quota, self._limits = store, quota, limits
-        # By key name. Waiting for an asyncio lock occupies no thread.
+        # By key name. Requests wait for the asyncio lock, because that occupies no thread.
         self._thread_locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
         self._asyncio_locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 

@@ -58,7 +58,7 @@ class ServedModel:
     name: str
     max_model_len: int
     can_seed: bool = True  # whether sampling seeds work. On CPU, a request with a seed crashes vLLM 0.29
-    # maximum choices of all prompts of a request, which Ray Serve's own limits count as one request; None: no limit
+    # maximum choices of all prompts of a request (Ray Serve's limits count requests, not choices); None: no limit
     max_choices: int | None = None
     max_answer_bytes: int | None = None  # maximum size of one answer, estimated with `AnswerShape`; None: no limit
     media: Mapping[str, int] | None = None  # maximum items per request of each modality; None allows text only
@@ -77,7 +77,7 @@ class CheckedRequest:
     path: str  # the API path; differs from the request's path on SageMaker
     values: dict[str, Any]  # the body that the engine receives
     model: ServedModel
-    shown_usage: ShownUsage  # the usage events of a stream that the client requested
+    shown_usage: ShownUsage  # which events of a stream show usage, as the client requested
     # the next three are totals of all prompts; token counts are upper bounds
     num_choices: int
     prompt_tokens: int
@@ -262,8 +262,8 @@ def _requested_tokens(
     path: str, values: Mapping[str, Any], model: ServedModel, limit: int | None, num_choices: int
 ) -> int | None:
     """Return the request's max_tokens, or None if unset. `limit` is for all choices together."""
-    has_new_name = path == CHAT_URL and values.get("max_completion_tokens") is not None
-    field = "max_completion_tokens" if has_new_name else "max_tokens"
+    has_chat_field = path == CHAT_URL and values.get("max_completion_tokens") is not None
+    field = "max_completion_tokens" if has_chat_field else "max_tokens"
     requested: int | None = values.get(field)
     limit = model.max_model_len if limit is None else min(limit // num_choices, model.max_model_len)
     if requested is not None and max(requested, _MIN_OUTPUT_TOKENS) > limit:
@@ -397,9 +397,9 @@ def answer_shape(
     num_alternatives = values.get("top_logprobs") if is_chat else logprobs_field
     has_logprobs = bool(logprobs_field) if is_chat else logprobs_field is not None
     logprobs = 1 + max(_count(num_alternatives), _length(values.get("logprob_token_ids"))) if has_logprobs else 0
-    requested = values.get("prompt_logprobs")
+    num_in_prompt = values.get("prompt_logprobs")
     # vLLM always returns prompt logprobs for a chat with `echo`.
-    prompt_logprobs = 1 + _count(requested) if requested is not None else max(logprobs, int(is_chat)) * echoes
+    prompt_logprobs = 1 + _count(num_in_prompt) if num_in_prompt is not None else max(logprobs, int(is_chat)) * echoes
     with_ids = bool(values.get("return_token_ids"))
     includes_prompt = echoes or prompt_logprobs or with_ids or values.get("return_prompt_text")
     max_chat_tokens = num_body_bytes + TEMPLATE_TOKENS
