@@ -64,7 +64,7 @@ def make_plan(config: PlanConfig) -> dict[str, Any]:
 
 
 def option_dict(option: Option, config: PlanConfig) -> dict[str, Any]:
-    cell, price, job = option.cell, option.machine.price, option.estimate
+    cell, price, estimate = option.cell, option.machine.price, option.estimate
     return {
         "instance_type": price.instance_type,
         "place": f"{price.provider} {price.region}".strip(),
@@ -81,12 +81,12 @@ def option_dict(option: Option, config: PlanConfig) -> dict[str, Any]:
         "acceptance_length": cell.acceptance_length,
         "num_machines": option.num_machines,
         "num_engines": option.num_engines,
-        "hours": job.wall_s / 3600 if job else None,
-        "usd": job.usd if job else None,
+        "hours": estimate.wall_s / 3600 if estimate else None,
+        "usd": estimate.usd if estimate else None,
         "usd_per_h": option.usd_per_h,
         "usd_per_million_tokens": option.usd_per_million_tokens(config.tokens_per_s),
-        "lost_share": job.lost_share if job else 1 - option.machine.useful_share,
-        "device_s": asdict(job.device_s) if job else None,
+        "lost_share": estimate.lost_share if estimate else 1 - option.machine.useful_share,
+        "device_s": asdict(estimate.device_s) if estimate else None,
     }
 
 

@@ -213,7 +213,7 @@ class ObjectStore:
         return int(response["ContentLength"])
 
     def entries(self, folder: Address, prefix: str = "", *, page_size: int = 1000) -> Iterator[ListEntry]:
-        """Yield the entries of a folder that start with `prefix`, sorted within a page."""
+        """Yield the entries of a folder that start with `prefix`: in each page, sorted objects, then sorted folders."""
         key_prefix = f"{folder.key}/" if folder.key else ""
         continuation: dict[str, str] = {}
         while True:

@@ -43,8 +43,8 @@ from pipelines.cluster.placement import Placement, place
 # EPYC with AVX-512, 2026-11-28).
 _CPU_COMPILING_S, _CPU_SAVED_S_PER_TOKEN_BYTE = 60.0, 2.1e-3 / 0.27e9  # per byte of weights
 # On a GPU, compiling and capturing CUDA graphs take 68 s together (H200, shape of Qwen3-Coder-30B-A3B, no drafter).
-# Compiling saves at most the whole time of an uncompiled step: 20 ms for SmolLM2-135M with 30 layers and its P-EAGLE head, which
-# is 0.6 ms per layer (same GPU, shared with training; benchmarks/gpu/2026-11-27-h200-first-engines.md).
+# They save at most the whole time of an uncompiled step: 20 ms for SmolLM2-135M with 30 layers and its P-EAGLE head,
+# which is 0.6 ms per layer (same GPU, shared with training; benchmarks/gpu/2026-11-27-h200-first-engines.md).
 _GPU_COMPILING_S, _GPU_SAVED_S_PER_STEP_LAYER = 68.0, 0.6e-3
 
 

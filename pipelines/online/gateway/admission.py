@@ -397,9 +397,9 @@ def answer_shape(
     num_alternatives = values.get("top_logprobs") if is_chat else logprobs_field
     has_logprobs = bool(logprobs_field) if is_chat else logprobs_field is not None
     logprobs = 1 + max(_count(num_alternatives), _length(values.get("logprob_token_ids"))) if has_logprobs else 0
-    num_in_prompt = values.get("prompt_logprobs")
+    requested = values.get("prompt_logprobs")
     # vLLM always returns prompt logprobs for a chat with `echo`.
-    prompt_logprobs = 1 + _count(num_in_prompt) if num_in_prompt is not None else max(logprobs, int(is_chat)) * echoes
+    prompt_logprobs = 1 + _count(requested) if requested is not None else max(logprobs, int(is_chat)) * echoes
     with_ids = bool(values.get("return_token_ids"))
     includes_prompt = echoes or prompt_logprobs or with_ids or values.get("return_prompt_text")
     max_chat_tokens = num_body_bytes + TEMPLATE_TOKENS
