@@ -72,7 +72,7 @@ def write_note(note: str) -> None:
 def discover(
     uri: str, input_format: str = "auto", *, exclude: str | None = None, announce: Callable[[str], None] = write_note
 ) -> list[SourceFile]:
-    """Find the files of a corpus: a file, a folder without subfolders, or a glob. The result is sorted.
+    """Find the files of a corpus: a file, a folder (not its subfolders), or a glob. The result is sorted.
 
     The name of an existing file is taken literally, even if it contains wildcards. A glob skips hidden files and
     markers such as `_SUCCESS`, unless a part of it begins like them, as in `_*`. Suffixes are not case-sensitive.

@@ -2,10 +2,10 @@
 
 | requested | CUDA, capability >= 8.9 | older CUDA            | CPU with AVX-512         | other CPU |
 |-----------|-------------------------|-----------------------|--------------------------|-----------|
-| auto      | fp8 weights             | bf16, float16 < 8.0   | bf16                     | float32   |
+| auto      | fp8 weights             | bf16 (float16 < 8.0)  | bf16                     | float32   |
 | fp8       | weights and KV cache    | refused               | fp8 KV cache, else bf16  | refused   |
-| int8      | weights, refused >= 10  | weights, from 7.5     | weights, with VNNI       | with VNNI |
-| bf16      | bf16                    | bf16, refused < 8.0   | bf16                     | bf16      |
+| int8      | weights (refused >= 10) | weights, from 7.5     | weights, with VNNI       | with VNNI |
+| bf16      | bf16                    | bf16 (refused < 8.0)  | bf16                     | bf16      |
 
 On CUDA, `auto` uses an FP8 KV cache only for long contexts (`_MIN_FP8_CACHE_TOKENS`).
 

@@ -79,11 +79,11 @@ class FilesAudit:
 
 @dataclass(frozen=True, kw_only=True)
 class Audit:
-    """The result of an audit. `target` and `rows` describe the sample; they are None and empty without a sample."""
+    """The result of an audit. `engine` and `rows` describe the sample; they are None and empty without a sample."""
 
     path: str
     files: FilesAudit
-    target: AuditedEngine | None = None
+    engine: AuditedEngine | None = None
     seed: int = 0
     rows: tuple[RowAudit, ...] = ()
 
@@ -95,10 +95,10 @@ class Audit:
         files = self.files
         counts = {name: value for name, value in vars(files).items() if name.startswith("num_")}
         regenerated = None
-        if self.target is not None:
+        if self.engine is not None:
             regenerated = {
-                "precision": self.target.precision,
-                "max_tie": self.target.max_tie,
+                "precision": self.engine.precision,
+                "max_tie": self.engine.max_tie,
                 "seed": self.seed,
                 **{f"num_{outcome}": count for outcome, count in self._outcomes().items()},
                 "rows": [row.to_dict() for row in self.rows],
@@ -121,9 +121,9 @@ class Audit:
             f"of {files.num_rows_planned:,} planned",
             "output tokens": f"{files.num_output_tokens:,} committed, {files.num_lost_tokens:,} lost",
         }
-        if self.target is not None:
+        if self.engine is not None:
             figures["without drafter"] = ", ".join(f"{count:,} {name}" for name, count in self._outcomes().items())
-            figures["tie"] = f"log-probabilities at most {self.target.max_tie:g} apart"
+            figures["tie"] = f"log-probabilities at most {self.engine.max_tie:g} apart"
         lines = [self.path, *(f"  {name:<16} {value}" for name, value in figures.items())]
         lines += [f"  note: {note}" for note in files.notes]
         lines += _table_of_rows(self.rows)
@@ -164,13 +164,13 @@ def audit(
     except PeagleError as error:
         finding = Finding(kind="damaged", where="run.json", message=error.message)
         return Audit(path=str(run), files=FilesAudit(findings=[finding]))
-    target = audited_engine(manifest, max_tie) if num_rows else None
+    engine = audited_engine(manifest, max_tie) if num_rows else None
     files = audit_files(run, manifest)
-    if target is None:
+    if engine is None:
         return Audit(path=str(run), files=files)
     sample = sample_rows(files.rows_by_unit, num_rows, seed)
-    rows = audit_rows(run, manifest, target, sample, announce, start)
-    return Audit(path=str(run), files=files, target=target, seed=seed, rows=tuple(rows))
+    rows = audit_rows(run, manifest, engine, sample, announce, start)
+    return Audit(path=str(run), files=files, engine=engine, seed=seed, rows=tuple(rows))
 
 
 def _table_of_rows(rows: Sequence[RowAudit]) -> list[str]:
