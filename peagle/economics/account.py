@@ -36,8 +36,7 @@ class TotalsByUse:
         return TotalsByUse(**{name: value * factor for name, value in asdict(self).items()})
 
     def __add__(self, other: "TotalsByUse") -> "TotalsByUse":
-        names = [field.name for field in fields(self)]
-        return TotalsByUse(**{name: getattr(self, name) + getattr(other, name) for name in names})
+        return TotalsByUse(**{name: value + getattr(other, name) for name, value in asdict(self).items()})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
