@@ -17,7 +17,7 @@ import yaml
 
 from peagle.catalog.cards import HeadCard, ModelCard, Platform, SpeculationRow, load_catalog
 from peagle.catalog.embedded import embedded_of_upstream
-from peagle.catalog.fetched import is_stored
+from peagle.catalog.fetched import is_s3_folder
 from peagle.catalog.folders import folder_fingerprint, peagle_home, read_config
 from peagle.catalog.head_files import HeadFacts, check_fit, check_weights, read_head, read_shapes
 from peagle.catalog.shipped_heads import HEADS
@@ -150,7 +150,7 @@ def _find_target(
     catalog = load_catalog()
     card = catalog.find(embedded_of_upstream(target) or target)
     if card is None:
-        if is_stored(target):
+        if is_s3_folder(target):
             raise CatalogError(
                 f"{folder} is for {target}, but cards require a local folder or a hub id as target",
                 hint="copy the target to a local disk, or pass the head with --drafter in each command",

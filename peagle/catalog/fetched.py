@@ -59,7 +59,7 @@ class StoredModel:
         return fingerprint_of((file.name, file.num_bytes, end) for file, end in zip(self.files, ends, strict=True))
 
 
-def is_stored(name: str) -> bool:
+def is_s3_folder(name: str) -> bool:
     """Return whether a model's name is an `s3://` folder."""
     return name.startswith(SCHEME)
 

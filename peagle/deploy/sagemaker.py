@@ -168,7 +168,7 @@ class SageMakerOptions(BaseModel):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Requests:
+class CreationRequests:
     """The three requests that create an endpoint, as arguments of boto3, with the hourly price and its source."""
 
     name: str
@@ -182,7 +182,7 @@ class Requests:
         return asdict(self)
 
 
-def make_requests(card: ModelCard, options: SageMakerOptions, settings: Preset) -> Requests:
+def make_requests(card: ModelCard, options: SageMakerOptions, settings: Preset) -> CreationRequests:
     """Return the requests for a model with its preset."""
     offer = known_offer(options)
     tensor_parallel_size = str(vllm_arguments(options.variables).get("tensor_parallel_size", 1))
@@ -219,7 +219,7 @@ def make_requests(card: ModelCard, options: SageMakerOptions, settings: Preset) 
         **({"InferenceAmiVersion": options.ami_version} if options.ami_version else {}),
     }
     tags = [{"Key": "peagle", "Value": card.name}]
-    return Requests(
+    return CreationRequests(
         name=name,
         model={"ModelName": name, "ExecutionRoleArn": options.role, "PrimaryContainer": container, "Tags": tags},
         endpoint_config={"EndpointConfigName": name, "ProductionVariants": [variant], "Tags": tags},

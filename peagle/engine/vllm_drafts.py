@@ -66,14 +66,14 @@ class SchedulerDrafts:
 
     def __init__(self, min_ngram: int | None, num_speculative_tokens: int, budget: DraftBudget | None) -> None:
         self._min_ngram, self._num_speculative_tokens, self._budget = min_ngram, num_speculative_tokens, budget
-        # Block hashes of recent requests, and the first block that the drafter's KV cache lacks.
+        # For recent requests with a gap: block hashes, and index of the first block missing in the drafter's KV cache.
         self._gaps: deque[tuple[Sequence[Any], int]] = deque(maxlen=_MAX_GAPS)
         self._num_steps = 0
         self._started_s = self._ended_s = 0.0
         self._step: DecodingStep | None = None  # the running step
         self._num_prompt_tokens = 0  # of the running step
         self._requests: dict[str, Any] = {}
-        # By kind of sampling, since the last learning: log-odds, numbers of verified and of accepted drafts.
+        # By kind of sampling, since the last `_learn`: log-odds, number of verified and number of accepted drafts.
         self._observed: dict[str, list[tuple[Array, int, int]]] = {"greedy": [], "sampled": []}
 
     def start_step(self, scheduler: Any, scheduled: Any) -> None:
@@ -228,11 +228,11 @@ class SchedulerDrafts:
         return self._num_steps <= _LEARNING_STEPS or self._num_steps % _LEARN_EVERY == 0
 
     def _verifies_nothing(self) -> bool:
-        """Whether the next step explores what a step without drafts takes."""
+        """Whether the next step verifies nothing, to measure the time of a step without drafts."""
         return (self._num_steps + 1) % self._explore_every() == 0
 
     def _drafts_deepest(self) -> bool:
-        """Whether the next step explores how often the deepest drafts survive."""
+        """Whether the next step drafts K tokens, to learn how often the deepest drafts are accepted."""
         return (self._num_steps + 1) % self._explore_every() == self._explore_every() // 2
 
     def _explore_every(self) -> int:
@@ -308,20 +308,20 @@ def change_drafts() -> None:
         self.peagle_drafts = _scheduler_drafts(vllm_config)
 
     @functools.wraps(schedule)
-    def schedule_and_start(self: Any, *arguments: Any, **options: Any) -> Any:
+    def schedule_and_start_step(self: Any, *arguments: Any, **options: Any) -> Any:
         scheduled = schedule(self, *arguments, **options)
         if self.peagle_drafts is not None:
             self.peagle_drafts.start_step(self, scheduled)
         return scheduled
 
     @functools.wraps(end)
-    def end_and_update(self: Any, *arguments: Any, **options: Any) -> Any:
+    def end_step_and_update(self: Any, *arguments: Any, **options: Any) -> Any:
         if self.peagle_drafts is not None:
             self.peagle_drafts.end_step()
         return end(self, *arguments, **options)
 
     @functools.wraps(update)
-    def update_changed(self: Any, draft_token_ids: Any) -> None:
+    def update_with_choice(self: Any, draft_token_ids: Any) -> None:
         if self.peagle_drafts is not None:
             self.peagle_drafts.update(self, draft_token_ids)
         update(self, draft_token_ids)
@@ -348,9 +348,9 @@ def change_drafts() -> None:
 
     RequestSpecDecodeMetrics.to_dict = to_dict_with_counts
     Scheduler.__init__ = init_with_drafts
-    Scheduler.schedule = schedule_and_start
-    Scheduler.update_from_output = end_and_update
-    Scheduler.update_draft_token_ids = update_changed
+    Scheduler.schedule = schedule_and_start_step
+    Scheduler.update_from_output = end_step_and_update
+    Scheduler.update_draft_token_ids = update_with_choice
     Scheduler.make_spec_decoding_stats = count_and_observe
 
 
