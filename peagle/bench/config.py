@@ -165,7 +165,7 @@ class DraftingOptions(BaseModel):
 
     @field_validator("drafter")
     @classmethod
-    def _heads_of_methods(cls, entries: list[str]) -> list[str]:
+    def _add_methods(cls, entries: list[str]) -> list[str]:
         found_heads = [find_on_cards(entry) for entry in entries]  # a head of the catalog does not need METHOD=
         entries = [f"{head[0]}={entry}" if head else entry for entry, head in zip(entries, found_heads, strict=True)]
         form = f"METHOD=HEAD, with a method of {', '.join(DRAFT_METHODS)}"

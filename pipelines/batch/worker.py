@@ -74,7 +74,7 @@ class EngineWorker:
             grace=grace,
             is_busy=self._rows.has_rows,
             die=self._die,
-            leave=self._leave,
+            leave=self._kill_engine_and_exit,
         )
         self._check_task: asyncio.Task[None] | None = None
         atexit.register(self._close)
@@ -232,9 +232,9 @@ class EngineWorker:
         log_exit(reason)
         self._rows.mark_suspected(alone=self._lock.is_exclusive)
         self._session.end()
-        self._leave()
+        self._kill_engine_and_exit()
 
-    def _leave(self) -> NoReturn:
+    def _kill_engine_and_exit(self) -> NoReturn:
         try:
             self._engine.kill()  # otherwise a hanging process would keep the memory that the next engine needs
         finally:

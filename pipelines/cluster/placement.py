@@ -72,7 +72,7 @@ class Neighbours:
     placement: Placement
 
 
-def on_accelerators(
+def accelerator_placement(
     accelerators_per_engine: int,
     *,
     nodes_per_engine: int = 1,
@@ -128,7 +128,7 @@ def place(
     num_fitting = (hardware.num_accelerators or _num_cores(hardware)) // ranks_on_node
     engines_per_node = max(engines_per_node, min(math.ceil(max_engines * nodes_per_engine / num_nodes), num_fitting))
     if hardware.platform == "cuda":
-        return on_accelerators(
+        return accelerator_placement(
             accelerators_per_engine,
             nodes_per_engine=nodes_per_engine,
             accelerator_type=accelerator_type,
@@ -178,7 +178,7 @@ def num_engine_nodes(
     """
     if hardware.platform != "cuda":
         return max(nodes_per_engine, sum(bool(node.get("CPU")) for node in nodes))
-    engine = on_accelerators(
+    engine = accelerator_placement(
         accelerators_per_engine, nodes_per_engine=nodes_per_engine, accelerator_type=accelerator_type
     )
     parts_per_node = hardware.num_accelerators // engine.num_gpus

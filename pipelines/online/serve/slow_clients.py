@@ -184,7 +184,7 @@ class PatientSend:
             self._writer = None
 
 
-HEADERS_LIMIT_S = 10.0  # the default of `body_timeout_s`, the limit for bodies
+HEADERS_LIMIT_S = 10.0  # like the default limit for bodies, `body_timeout_s`
 MAX_HEADER_BYTES = 64 * 1024  # the same as h11's limit
 
 
@@ -265,7 +265,7 @@ class LongHeaders(SlowHeaders):
     _num_bytes = 0
 
     def data_received(self, data: bytes) -> None:
-        """Process received bytes. Bytes with the end of headers or with a piece of a body do not count."""
+        """Process received bytes. Data with the end of headers or a piece of a body does not count."""
         self._num_bytes += len(data)
         super().data_received(data)
         if self._num_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
