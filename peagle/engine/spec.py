@@ -68,7 +68,7 @@ class DrafterSpec:
                     "one",
                 )
         if self.lookup and not self.has_head:
-            raise ConfigError(f"{self.method} already is a lookup; draft_lookup requires a head")
+            raise ConfigError(f"{self.method} is already a lookup method; draft_lookup requires a head")
         if self.lookup and self.synthetic_rates is not None:
             raise ConfigError("draft_lookup cannot be combined with synthetic acceptance", hint="remove --draft-lookup")
 

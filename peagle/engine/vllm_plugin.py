@@ -95,9 +95,9 @@ def require_installed() -> None:
 def load_compiled() -> None:
     """Make vLLM load its compiled code on a CPU.
 
-    On CPUs, vLLM (0.29 to 0.32) compiles with torch's own backend and stores the function. On loading the
-    function, it calls `finalize_loading`, which only functions of vLLM's other backend have. vLLM logs the failure and
-    compiles again.
+    On CPUs, vLLM (0.29 to 0.32) compiles with torch's own backend and stores the compiled function. When vLLM loads
+    it, vLLM calls its method `finalize_loading`, which only functions of vLLM's other backend have. vLLM logs the
+    failure and compiles again.
     """
     from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable as Loaded
 

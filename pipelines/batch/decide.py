@@ -115,7 +115,7 @@ def replan(request: RunRequest, directory: RunDirectory) -> Plan:
 
 
 def hardware_for(request: RunRequest, directory: RunDirectory, announce: Callable[[str], None]) -> Hardware:
-    """Return the hardware of a node for the engines. A finished run keeps its hardware.
+    """Return the hardware of a node on which engines can run; for a finished run, its recorded hardware.
 
     Raises:
         ConfigError: the run was started on different hardware than is requested now.

@@ -110,7 +110,7 @@ class EngineWorker:
         output = prepared.output(
             generations, self._model, self._drafter, keeps_inputs=self._keeps_inputs, is_parsed=self._parser is not None
         )
-        committed = await asyncio.to_thread(self._directory.commit, unit, output, usage, prepared.letters())
+        committed = await asyncio.to_thread(self._directory.commit, unit, output, usage, prepared.dead_letter_records())
         self._rows.end(unit)
         await asyncio.to_thread(notes.clear)
         yield _receipt(usage if committed else None)

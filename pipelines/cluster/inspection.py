@@ -32,10 +32,10 @@ def inspect(
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     nodes = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
-    engine = accelerator_placement(
+    placement = accelerator_placement(
         accelerators_per_engine, nodes_per_engine=nodes_per_engine, accelerator_type=accelerator_type
     )
-    node = node_to_inspect(nodes, engine)
+    node = node_to_inspect(nodes, placement)
     where = {} if node is None else {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
     probe = ray.remote(num_cpus=0, max_retries=0, **where)(_detect)
     try:
