@@ -61,14 +61,14 @@ def with_engine(
             raise with_root_cause(error, read_from(log, log_start)) from error
         start_s = time.monotonic() - started_at
         for warning in costly_warnings(read_from(log, log_start)):
-            quiet.tell(format_start_warning(warning))
+            quiet.print_to_terminal(format_start_warning(warning))
 
         async def check_and_use() -> Result:
             # Shut the engine down in the same event loop, because vLLM has tasks in it.
             try:
                 engine.self_check = await self_check(engine.checkable, spec, hardware)
                 if engine.self_check.outcome == "skipped":
-                    quiet.tell(format_start_warning(engine.self_check.describe()))
+                    quiet.print_to_terminal(format_start_warning(engine.self_check.describe()))
                 require_passed(engine.self_check)
                 return await use(engine, start_s)
             finally:

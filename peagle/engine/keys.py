@@ -168,7 +168,7 @@ def apply_drafter_options(drafter: DrafterSpec, options: TargetOptions, hardware
             hint="add --engine-arg async_scheduling=false, which costs time in each step, or remove --draft-lookup",
         )
     # vLLM does not support bidirectional attention with an FP8 cache (vllm-project/vllm issue 41559).
-    needs_bf16 = drafter.is_block and hardware.platform == "cuda" and options.draft_kv_cache_precision == "auto"
+    needs_bf16 = drafter.drafts_block and hardware.platform == "cuda" and options.draft_kv_cache_precision == "auto"
     # On GPUs, drafts stay on the device. There, only DSpark's own runner can drop drafts, and only if the user sets
     # `verify`.
     is_dspark_with_verify = drafter.method == "dspark" and "verify" in options.model_fields_set
@@ -187,7 +187,7 @@ def drafter_note(drafter: DrafterSpec | None) -> str:
     if drafter is None:
         return ""
     lookup = "; with prompt lookup" if drafter.lookup else ""
-    return lookup + ("; without prefix caching, which would spoil its drafts" if drafter.is_block else "")
+    return lookup + ("; without prefix caching, which would spoil its drafts" if drafter.drafts_block else "")
 
 
 def non_default_options(options: TargetOptions) -> dict[str, Any]:

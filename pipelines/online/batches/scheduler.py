@@ -425,7 +425,7 @@ class Scheduler:
         if work.estimate is None or not (payers := self._money.payers(batch)):
             return
         # The ledger already includes the cost of borrowed engines.
-        billed_usd = spent_usd if self._settings.lends else 0.0
+        billed_usd = spent_usd if self._settings.uses_idle_slots else 0.0
         wanted_usd, held_usd = work.estimate.wanted_usd(spent_usd) - billed_usd, self._money.held_by(batch.id, payers)
         if (wanted_usd <= held_usd and not billed_usd) or (left_usd := self._money.left_usd(payers)) is None:
             return

@@ -69,7 +69,7 @@ class BatchSettings:
     deployments: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def lends(self) -> bool:
+    def uses_idle_slots(self) -> bool:
         """Whether batches use idle slots of the endpoint's engines."""
         return any(batch_model.lent_slots for batch_model in self.models.values())
 
