@@ -100,7 +100,7 @@ def make_row(number, **more):
     }
 
 
-def test_row_figures_have_finish_reasons_and_percentiles(run):
+def test_row_statistics_have_finish_reasons_and_percentiles(run):
     rows = [make_row(number, finish_reason="length" if number % 4 == 0 else "stop") for number in range(100)]
     commit(run, rows)
     figures = row_statistics(run)
@@ -115,7 +115,7 @@ def test_row_figures_have_finish_reasons_and_percentiles(run):
     }  # fmt: skip
 
 
-def test_row_figures_have_three_samples_with_truncated_texts(run):
+def test_row_statistics_have_three_samples_with_truncated_texts(run):
     commit(run, [make_row(number, response="x" * 5000) for number in range(9)])
     samples = row_statistics(run)["samples"]
     assert [sample["id"] for sample in samples] == ["000000000", "000000004", "000000008"]
@@ -124,7 +124,7 @@ def test_row_figures_have_three_samples_with_truncated_texts(run):
     assert samples[1]["answer"].endswith("x …")
 
 
-def test_row_figures_of_two_rows_without_ttft(run):
+def test_row_statistics_of_two_rows_without_ttft(run):
     commit(run, [make_row(number, ttft_s=None) for number in range(2)])
     figures = row_statistics(run)
     assert [sample["id"] for sample in figures["samples"]] == ["000000000", "000000001"]
@@ -141,7 +141,7 @@ def test_large_runs_are_sampled(run, monkeypatch):
     assert [sample["id"] for sample in figures["samples"]] == ["000000000", "000000020", "000000022"]
 
 
-def test_row_figures_are_none_without_rows(run):
+def test_row_statistics_are_none_without_rows(run):
     assert row_statistics(run) is None
     commit(run, [], dead_letters=[{"reason": "refused", "message": "no"}])
     assert row_statistics(run) is None
