@@ -160,7 +160,7 @@ class SageMakerOptions(BaseModel):
 
     @field_validator("instance_type", "role", "model_data", "head_data", "name")
     @classmethod
-    def _has_valid_form(cls, value: str | None, info: ValidationInfo) -> str | None:
+    def _check_form(cls, value: str | None, info: ValidationInfo) -> str | None:
         form, example = _FORMS[str(info.field_name)]
         if value is not None and not form.fullmatch(value):
             raise ValueError(f"must have the form {example}")
@@ -176,7 +176,7 @@ class CreationRequests:
     endpoint_config: dict[str, Any]
     endpoint: dict[str, Any]
     usd_per_hour: float
-    price: str
+    price: str  # the source of the price
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -203,7 +203,7 @@ def read_corpus(config: TrainConfig, target: Target, say: Callable[[str], None])
         reason = rejected[0].reason if rejected else f"every row overlaps {', '.join(config.exclude)}"
         sources = ", ".join(map(str, config.response_sources))
         raise InputError(f"{sources}: no row yields a document; first error: {reason}")
-    target.require_tokens(samples)
+    target.require_known_tokens(samples)
     say(f"{len(samples):,} documents, {len(rejected)} rejected, {len(decontaminated.dropped)} dropped for overlap")
     report_dropped(decontaminated.dropped, say)
     num_held_out = round(len(samples) * config.held_out)

@@ -1,8 +1,8 @@
 """Decide how many drafted tokens to verify, how many to draft next, and whether drafting pays at all.
 
 Here, a draft is one draft token. It survives if it and all earlier drafts of its request are accepted. The drafter's
-log-probability of a draft predicts this well. The drafts that are most likely to survive are verified. Their number
-maximises
+log-probability of a draft predicts its survival well. The drafts that are most likely to survive are verified. Their
+number maximises
 
     expected tokens of the step - predicted seconds of the step x tokens/s of recent steps
 
@@ -341,10 +341,10 @@ class DraftBudget:
         position = np.arange(log_odds.shape[1])
         is_accepted = position < num_accepted[:, None]
         is_judged = (position <= num_accepted[:, None]) & (position < num_verified[:, None])
-        is_copy = np.isnan(log_odds)
-        self._calibrations[source].observe(np.nan_to_num(log_odds), is_judged & ~is_copy, is_accepted)
-        if is_copy.any():
-            self._calibrations["lookup"].observe(np.zeros_like(log_odds), is_judged & is_copy, is_accepted)
+        is_lookup = np.isnan(log_odds)
+        self._calibrations[source].observe(np.nan_to_num(log_odds), is_judged & ~is_lookup, is_accepted)
+        if is_lookup.any():
+            self._calibrations["lookup"].observe(np.zeros_like(log_odds), is_judged & is_lookup, is_accepted)
 
 
 def log_odds(log_probabilities: Array) -> Array:

@@ -9,7 +9,7 @@ import psutil
 from peagle.errors import CapacityError
 from peagle.hardware import Hardware, detect_machine
 from pipelines.cluster.failures import to_peagle_error
-from pipelines.cluster.placement import node_to_inspect, on_accelerators
+from pipelines.cluster.placement import accelerator_placement, node_to_inspect
 from pipelines.cluster.ray import NO_RAY_HINT
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -32,7 +32,7 @@ def inspect(
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     nodes = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
-    placement = on_accelerators(
+    placement = accelerator_placement(
         accelerators_per_engine, nodes_per_engine=nodes_per_engine, accelerator_type=accelerator_type
     )
     node = node_to_inspect(nodes, placement)

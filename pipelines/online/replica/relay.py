@@ -229,7 +229,7 @@ def _forward_events(texts: list[str], request: RequestAccount, shown_usage: Show
         if isinstance(event, dict):
             request.tally.read_event(event)
             if event.get("choices"):
-                request.first_token()
+                request.record_first_token()
             if "error" in event:
                 request.finish("failed")
             elif event.get("usage") and not event.get("choices"):  # the last event of a stream
