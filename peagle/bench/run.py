@@ -14,11 +14,11 @@ from peagle.bench.prompts import BenchPrompt, Dataset
 from peagle.bench.record import PassRecord
 from peagle.bench.report import (
     caveats,
-    step_time_plot,
     make_report,
     markdown_tables,
     require_prompts,
     speed_plot,
+    step_time_plot,
     value_plot,
 )
 from peagle.catalog.targets import ResolvedModel

@@ -74,8 +74,7 @@ def find_ledgers(sources: Sequence[str], benchmark: Benchmark | None = None) -> 
         for note in cost_notes(ledger.sessions):
             names_by_note[note].append(ledger.run)
     notes += [
-        f"{note} ({len(names)} of {len(ledgers)} sources: {_shorten(names)})"
-        for note, names in names_by_note.items()
+        f"{note} ({len(names)} of {len(ledgers)} sources: {_shorten(names)})" for note, names in names_by_note.items()
     ]
     return FoundLedgers(ledgers=tuple(ledgers), notes=tuple(notes))
 

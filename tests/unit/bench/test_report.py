@@ -9,7 +9,6 @@ from peagle.bench.record import RequestTimes, acceptance, summarise
 from peagle.bench.report import (
     acceptance_rows,
     best_rows,
-    step_time_plot,
     few_prompts_warnings,
     markdown_tables,
     model_runner_warnings,
@@ -18,6 +17,7 @@ from peagle.bench.report import (
     speed_plot,
     speed_ratios,
     speed_rows,
+    step_time_plot,
     text_tables,
     value_plot,
     value_rows,
