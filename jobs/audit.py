@@ -7,10 +7,10 @@ from typing import Any
 HELP = """\
 Audit a run: compare its files with its plan, and a sample of its rows with what the target generates without a drafter.
 
-Files: every unit exists, every id is in exactly one row or dead letter, usage is the sum over the rows, the ledger
-agrees, no temporary files remain and the input is unchanged. Rows: the sample is generated again without the drafter,
-with the same engine settings, and compared token by token. This verifies that speculative decoding did not change the
-text.
+Files: every unit exists, every id is in exactly one row or dead letter, the recorded usage is the sum over the rows,
+the ledger agrees, no temporary files remain and the input is unchanged. Rows: the sample is generated again without
+the drafter, with the same engine settings, and compared token by token. This verifies that speculative decoding did not
+change the text.
 
   peagle audit runs/first
   peagle audit runs/first --sample 64 --seed 1

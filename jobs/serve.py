@@ -22,7 +22,7 @@ from pipelines.online.config import ServeConfig
 
 if TYPE_CHECKING:
     from peagle.economics.usage import EngineSession
-    from pipelines.online.app import Served
+    from pipelines.online.app import EndpointModel
 
 HELP = """\
 Serve models through OpenAI's API, with keys, limits, usage and cost by key, and autoscaling.
@@ -106,8 +106,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     if config.tls_cert and config.tls_key:
         require_certificate(config.tls_cert, config.tls_key)
     with QuietStderr() as quiet:
-        hardware = detect_machine()
-        is_remote = cluster.is_remote()
+        hardware, is_remote = detect_machine(), cluster.is_remote()
         if not is_remote:
             require_startable()
         prepare_batches(config)
@@ -182,7 +181,7 @@ def dry_run(config: ServeConfig) -> tuple[int, dict[str, Any]]:
     return print_forecast(forecast(config, print))
 
 
-def _deploy(config: ServeConfig, hardware: Any, served: "list[Served]", *, is_remote: bool) -> None:
+def _deploy(config: ServeConfig, hardware: Any, served: "list[EndpointModel]", *, is_remote: bool) -> None:
     """Start the application and wait for its engines; remove it on failure.
 
     Raises:
@@ -227,8 +226,7 @@ def _require_address(config: ServeConfig) -> None:
     """Check that a running Serve instance listens on the configured address. Serve itself would only log a warning."""
     from pipelines.online.serve.ray_names import running_http_options
 
-    running = running_http_options()
-    configured = _http_options(config)
+    running, configured = running_http_options(), _http_options(config)
     files = {"ssl_certfile": running.ssl_certfile, "ssl_keyfile": running.ssl_keyfile}
     if any(path != configured.get(name) for name, path in files.items()):
         running_tls = f"with the certificate {running.ssl_certfile}" if running.ssl_certfile else "without TLS"
@@ -274,7 +272,9 @@ def _start_application(application: Any, state: Path) -> None:
         print(format_start_warning(warning), flush=True)
 
 
-def _wait_until_stopped(config: ServeConfig, hardware: Any, served: "list[Served]", stopped: threading.Event) -> None:
+def _wait_until_stopped(
+    config: ServeConfig, hardware: Any, served: "list[EndpointModel]", stopped: threading.Event
+) -> None:
     """Wait for the stop event, and warn about drafters that cost more than they save."""
     from pipelines.online.cost import CostView
     from pipelines.online.live import watch_drafters

@@ -227,7 +227,7 @@ def _expires_at(args: argparse.Namespace) -> float | None:
     else:
         return None
     if not now < expires_at < _MAX_EXPIRES_AT:
-        raise ConfigError(f"{option}: the key would never be valid", hint="use a future time before the year 10000")
+        raise ConfigError(f"{option}: not a valid expiry time", hint="use a future time before the year 10000")
     return expires_at
 
 

@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         from pipelines.training.distributed import train_on_workers as train
     else:
         from peagle.drafter.pipeline import train_head as train
-    result = train(config, Listener(say=say, shard=Throttle(_print_shard), step=Throttle(_print_step)))
+    result = train(config, Listener(say=say, on_shard=Throttle(_print_shard), on_step=Throttle(_print_step)))
     stats = SpeculationStats.from_dict(result["held_out_acceptance"])
     if stats.acceptance_length is not None:
         say(f"acceptance length {stats.acceptance_length:.2f} on held-out documents, K={config.num_speculative_tokens}")

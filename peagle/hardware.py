@@ -246,7 +246,7 @@ def _cores_in_mask(root: Path) -> tuple[int, tuple[int, ...]]:
         folder = root / f"sys/devices/system/cpu/cpu{cpu}"
         siblings = _read(folder / "topology/thread_siblings_list") or str(cpu)
         nodes = sorted(int(node.name.removeprefix("node")) for node in folder.glob("node[0-9]*"))
-        # The last hyper-thread of each core, as vLLM binds its threads.
+        # Keep the last hyper-thread of each core, to which vLLM binds a thread.
         cores[siblings] = (nodes[0] if nodes else 0, cpu)
     return len(allowed), tuple(cpu for _, cpu in sorted(cores.values()))
 

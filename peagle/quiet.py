@@ -34,7 +34,7 @@ class QuietStderr:
         self._log.close()
         self._log = log
 
-    def tell(self, text: str) -> None:
+    def print_to_terminal(self, text: str) -> None:
         """Print a line to the original standard error."""
         os.write(self._terminal, f"{text}\n".encode(errors="replace"))
 

@@ -82,7 +82,8 @@ def main() -> None:
             f"{layers.num_key_value_heads} KV heads of {layers.head_dim} cannot hold a state of {layers.hidden_size}",
             hint="increase --num-key-value-heads",
         )
-    chosen = prepared.sample(prepared.corpus.training_indices, _TOKENS_PER_DIMENSION * prepared.target.hidden_size)
+    num_tokens = _TOKENS_PER_DIMENSION * prepared.target.hidden_size
+    chosen = prepared.sample_documents(prepared.corpus.training_indices, num_tokens)
     unroll(head, sampled_batch(prepared.store, chosen, prepared.recipe, step=0).to(prepared.device))
     model = prepared.target.model
     save_head(head, options.output, verifier=model.upstream_id or model.name)

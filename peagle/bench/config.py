@@ -97,7 +97,7 @@ def _parse_numbers(numbers_text: str, entry: str) -> Numbers:
             pairs = [word.partition(":") for word in numbers_text.split(",")]
             lengths = {int(k): float(length) for k, _, length in pairs}
             if min(lengths) < 1 or len(lengths) < len(pairs):
-                raise ValueError("K must be distinct and at least 1; other values are impossible")
+                raise ValueError("impossible K: the values of K must be distinct and at least 1")
             return rates_from_lengths_by_k(lengths)
         numbers = tuple(float(word) for word in numbers_text.split(","))
     except ValueError as error:
@@ -165,7 +165,7 @@ class DraftingOptions(BaseModel):
 
     @field_validator("drafter")
     @classmethod
-    def _heads_of_methods(cls, entries: list[str]) -> list[str]:
+    def _add_methods(cls, entries: list[str]) -> list[str]:
         found_heads = [find_on_cards(entry) for entry in entries]  # a head of the catalog does not need METHOD=
         entries = [f"{head[0]}={entry}" if head else entry for entry, head in zip(entries, found_heads, strict=True)]
         form = f"METHOD=HEAD, with a method of {', '.join(DRAFT_METHODS)}"

@@ -61,14 +61,14 @@ def with_engine(
             raise with_root_cause(error, read_from(log, log_start)) from error
         start_s = time.monotonic() - started_at
         for warning in costly_warnings(read_from(log, log_start)):
-            quiet.tell(format_start_warning(warning))
+            quiet.print_to_terminal(format_start_warning(warning))
 
         async def check_and_use() -> Result:
             # Shut the engine down in the same event loop, because vLLM has tasks in it.
             try:
                 engine.self_check = await self_check(engine.checkable, spec, hardware)
                 if engine.self_check.outcome == "skipped":
-                    quiet.tell(format_start_warning(engine.self_check.describe()))
+                    quiet.print_to_terminal(format_start_warning(engine.self_check.describe()))
                 require_passed(engine.self_check)
                 return await use(engine, start_s)
             finally:
@@ -84,7 +84,7 @@ def read_from(log: Path, position: int) -> str:
 
 
 def measure_and_report(run: Any, root: Path, listener: MeasurementListener, *, pass_noun: str) -> dict[str, Any]:
-    """Measure and write the report, also after an error or interrupt. `pass_noun` is the plural noun in the message."""
+    """Measure and write the report, also after an error or interrupt. `pass_noun` is a plural, such as "passes"."""
     try:
         run.measure()
     except BaseException:
@@ -145,7 +145,7 @@ def memory_reader(hardware: Hardware) -> Callable[[], float | None]:
 def tree_rss_gib(pid: int | None = None) -> float | None:
     """Return the resident memory of a process (default: this one) and its descendants; None if it has exited.
 
-    Shared pages count twice.
+    Memory that processes share counts once for each of them.
     """
     try:
         root = psutil.Process(pid)
@@ -208,7 +208,7 @@ async def run_pass(
     progress: Callable[[int, int], None],
     num_warm_up: int,
 ) -> PassResult:
-    """Send every prompt once, after an unmeasured warm-up with short responses to `num_warm_up` of the prompts."""
+    """Send every prompt once. Before the measurement, request short responses to the first `num_warm_up` prompts."""
     warm_up = {**sampling, "max_tokens": min(8, sampling["max_tokens"])}
     await asyncio.gather(*(_send(engine, f"warm-up-{i}", p, warm_up) for i, p in enumerate(prompts[:num_warm_up])))
     await asyncio.sleep(_COUNTERS_SETTLE_S)

@@ -114,7 +114,7 @@ def make_report(
 
 def warning_labels(plan: BenchPlan) -> list[str]:
     """Return warnings for a measurement with synthetic acceptance or dummy weights; empty for others."""
-    meaningless = "and the text is meaningless; these figures only time hardware"
+    meaningless = "and the text is meaningless; only the speeds are real"
     labels = []
     if plan.config.synthetic_acceptance:
         labels.append(f"SYNTHETIC ACCEPTANCE: drafts are accepted at random {meaningless}")
@@ -433,7 +433,7 @@ def _best_plot(report: Mapping[str, Any], cell_key: str, subject: str, axes_name
     return _plot(report, subject, curves, axes)
 
 
-def cost_plot(report: Mapping[str, Any]) -> str | None:
+def step_time_plot(report: Mapping[str, Any]) -> str | None:
     """Plot the time of a whole step by K and method, at the smallest concurrency; None if step times are unknown."""
     concurrency = min(report["configuration"]["concurrency"])
     cells = [c for c in report["cells"] if c["concurrency"] == concurrency and c["step_s"] is not None]

@@ -14,11 +14,11 @@ from peagle.bench.prompts import BenchPrompt, Dataset
 from peagle.bench.record import PassRecord
 from peagle.bench.report import (
     caveats,
-    cost_plot,
     make_report,
     markdown_tables,
     require_prompts,
     speed_plot,
+    step_time_plot,
     value_plot,
 )
 from peagle.catalog.targets import ResolvedModel
@@ -133,7 +133,7 @@ class Bench(Measurement):
 
     def pages(self, report: dict[str, Any]) -> dict[str, str]:
         pages = {"report.md": markdown_tables(report), "tokens-per-second.svg": speed_plot(report)}
-        plots = {"drafting-cost.svg": cost_plot(report), "tokens-per-dollar.svg": value_plot(report)}
+        plots = {"drafting-cost.svg": step_time_plot(report), "tokens-per-dollar.svg": value_plot(report)}
         return pages | {name: plot for name, plot in plots.items() if plot is not None}
 
 

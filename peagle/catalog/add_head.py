@@ -17,7 +17,7 @@ import yaml
 
 from peagle.catalog.cards import HeadCard, ModelCard, Platform, SpeculationRow, load_catalog
 from peagle.catalog.embedded import embedded_of_upstream
-from peagle.catalog.fetched import is_stored
+from peagle.catalog.fetched import is_in_object_store
 from peagle.catalog.folders import folder_fingerprint, peagle_home, read_config
 from peagle.catalog.head_files import HeadFacts, check_fit, check_weights, read_head, read_shapes
 from peagle.catalog.shipped_heads import HEADS
@@ -53,8 +53,8 @@ def add_head(
     """Add the head in `folder` to the user's catalog.
 
     Args:
-        num_speculative_tokens: K; None uses the card's, the head's or the usual K.
-        max_concurrency: draft up to this many concurrent requests; None uses the card's limit, if any.
+        num_speculative_tokens: K; None keeps the card's K for this method, or else uses the head's default.
+        max_concurrency: use a drafter for up to this many concurrent requests; None keeps the card's limit, if any.
     """
     config = read_config(folder, DrafterError)
     facts = read_head(config)
@@ -150,7 +150,7 @@ def _find_target(
     catalog = load_catalog()
     card = catalog.find(embedded_of_upstream(target) or target)
     if card is None:
-        if is_stored(target):
+        if is_in_object_store(target):
             raise CatalogError(
                 f"{folder} is for {target}, but cards require a local folder or a hub id as target",
                 hint="copy the target to a local disk, or pass the head with --drafter in each command",
@@ -201,7 +201,7 @@ def _new_card(path: str, config: Mapping[str, Any], name: str | None) -> ModelCa
 
 def _checked_name(name: str) -> str:
     if not re.fullmatch(r"[a-z0-9][a-z0-9._-]*", name) or name == "add":
-        reason = "`peagle models add` is a command" if name == "add" else "use lower case, digits, '.', '_' and '-'"
+        reason = "`peagle models add` is a command" if name == "add" else "use a-z, 0-9, '.', '_' and '-'"
         raise CatalogError(f"a model cannot be called {name!r}: {reason}", hint="set another --name")
     return name
 

@@ -109,7 +109,7 @@ class StepRow(Strict):
 
 
 class StepTable(Strict):
-    """Step times by method, K and concurrency on one kind of hardware, compiled, with the card's heads.
+    """Step times of compiled engines with the card's heads on one kind of hardware, by method, K and concurrency.
 
     Attributes:
         hardware: from `Hardware.describe`; empty if unknown.
@@ -142,12 +142,11 @@ class StepTable(Strict):
         row = self.row(method, k)
         if row is None:
             return {}
-        lengths = map(break_even_acceptance_length, row.step_ms, self.plain.step_ms)
+        lengths = map(break_even_acceptance_length, row.step_ms, self.row_without_drafter.step_ms)
         return dict(zip(self.concurrency, lengths, strict=True))
 
     @property
-    def plain(self) -> StepRow:
-        """The row without a drafter."""
+    def row_without_drafter(self) -> StepRow:
         return next(row for row in self.rows if row.method == "none")
 
     def row(self, method: str, k: int) -> StepRow | None:
@@ -269,7 +268,7 @@ class ModelCard(Strict):
         return self.architecture.context_tokens
 
     @model_validator(mode="after")
-    def _is_consistent(self) -> Self:
+    def _check_speculation_and_name(self) -> Self:
         if self.name == "add":
             raise ValueError(f"the name {self.name!r} is reserved: `peagle models {self.name}` is a command")
         for platform in ("cpu", "cuda"):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from peagle.catalog.cards import HeadCard, ModelCard, Platform, load_catalog
-from peagle.catalog.fetched import fetch, find_stored, is_stored
+from peagle.catalog.fetched import fetch, find_stored, is_in_object_store
 from peagle.catalog.folders import folder_fingerprint, peagle_home, read_config
 from peagle.catalog.head_files import check_fit
 from peagle.catalog.shipped_heads import HEADS, HEADS_FOLDER, complete_head
@@ -62,7 +62,7 @@ def find_head(name: str, model: ResolvedModel | None = None) -> str:
     Existing paths, `s3://` folders and unknown names are returned unchanged. The card of `model` is searched
     first, then the other cards, then the heads in `$PEAGLE_HOME`.
     """
-    if is_stored(name) or user_path(name).exists():
+    if is_in_object_store(name) or user_path(name).exists():
         return name
     if (head := find_on_cards(name, model)) is not None:
         return head[1]
@@ -151,12 +151,12 @@ class _LocatedHead:
 
 
 def _locate_head(path: str, commits: Mapping[str, str]) -> _LocatedHead:
-    if is_stored(path):
+    if is_in_object_store(path):
         stored = find_stored(path)
         config = read_config(fetch(stored), DrafterError)
         return _LocatedHead(
-            model=str(stored.at),
-            name=stored.at.name,
+            model=str(stored.path),
+            name=stored.path.name,
             config=config,
             fingerprint=stored.fingerprint(),
             revision=stored.revision,

@@ -36,7 +36,7 @@ Announce = Callable[[str], None]
 class StoredModel:
     """A model folder in an object store: its path, and its files."""
 
-    at: S3Path
+    path: S3Path
     files: tuple["FolderFile", ...]
 
     @property
@@ -51,15 +51,15 @@ class StoredModel:
         return sum(file.num_bytes for file in self.files if is_weights(file.name))
 
     def fingerprint(self) -> str:
-        """Return the fingerprint of a copy (`folder_fingerprint`), reading both ends of each file in the store."""
+        """Return the `folder_fingerprint` of a local copy. Reads only both ends of each file, from the store."""
         from peagle.storage.s3_folder import read_ranges
 
         with ThreadPoolExecutor(16) as pool:
-            ends = list(pool.map(lambda file: read_ranges(self.at, file, end_ranges(file.num_bytes)), self.files))
+            ends = list(pool.map(lambda file: read_ranges(self.path, file, end_ranges(file.num_bytes)), self.files))
         return fingerprint_of((file.name, file.num_bytes, end) for file, end in zip(self.files, ends, strict=True))
 
 
-def is_stored(name: str) -> bool:
+def is_in_object_store(name: str) -> bool:
     """Return whether a model's name is an `s3://` folder."""
     return name.startswith(SCHEME)
 
@@ -74,7 +74,7 @@ def find_stored(url: str) -> StoredModel:
     at = S3Path.parse(url)
     files, folders = list_files(at)
     _require_complete(at, {file.name for file in files}, folders)
-    return StoredModel(at=at, files=tuple(files))
+    return StoredModel(path=at, files=tuple(files))
 
 
 def ensure_fetched(url: str, revision: str | None, *, weights: bool, announce: Announce) -> Path:
@@ -102,23 +102,23 @@ def fetch(model: StoredModel, *, weights: bool = False, announce: Announce = lam
 
     Safe for concurrent processes on a node: one of them fetches, the others wait.
     """
-    folder = _folder(model.at, model.revision)
+    folder = _folder(model.path, model.revision)
     make_folder(folder)
     other_files = [file for file in model.files if not is_weights(file.name)]
     # Two locks, so that a process that needs only the tokenizer does not wait for weights.
     with locked(folder.with_name(f".{folder.name}.files.lock")):
         with converted_write_errors(folder, hint=_SPACE_HINT):
             write_json(folder / _LISTING, {file.name: file.num_bytes for file in model.files})
-        _fetch(model.at, other_files, folder)
+        _fetch(model.path, other_files, folder)
     if not weights:
         return folder
     weight_files = [file for file in model.files if is_weights(file.name)]
 
     def announce_wait() -> None:
-        announce(f"{model.at}: waiting for another process on this node, which is fetching the model")
+        announce(f"{model.path}: waiting for another process on this node, which is fetching the model")
 
     with locked(folder.with_name(f".{folder.name}.weights.lock"), on_wait=announce_wait):
-        _fetch(model.at, weight_files, folder, announce)
+        _fetch(model.path, weight_files, folder, announce)
     return folder
 
 
@@ -142,7 +142,7 @@ def _require_complete(at: S3Path, names: set[str], folders: list[str]) -> None:
             raise CatalogError(f"{at / index}: not an index of weights: {error!r}", hint=_UPLOAD_HINT) from error
         if missing:
             shown = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
-            raise CatalogError(f"{at}: {index} names {len(missing)} missing files: {shown}", hint=_UPLOAD_HINT)
+            raise CatalogError(f"{at}: {index} lists {len(missing)} missing files: {shown}", hint=_UPLOAD_HINT)
 
 
 def _fetch(at: S3Path, files: list["FolderFile"], folder: Path, announce: Announce = lambda message: None) -> None:

@@ -6,7 +6,7 @@ import functools
 from peagle.catalog.cards import load_catalog
 from peagle.catalog.converted import log_to_stderr
 from peagle.catalog.embedded import embedded_name, ensure_embedded
-from peagle.catalog.fetched import ensure_fetched, is_stored
+from peagle.catalog.fetched import ensure_fetched, is_in_object_store
 from peagle.catalog.folders import peagle_home
 from peagle.catalog.int8 import converted_spec
 from peagle.catalog.shipped_heads import HEADS, complete_head, find_shipped_head
@@ -29,10 +29,10 @@ def local_spec(spec: EngineSpec) -> EngineSpec:
 def fetched_spec(spec: EngineSpec) -> EngineSpec:
     """Return the spec with local folders instead of `s3://` folders, after fetching them if necessary."""
     drafter = spec.drafter
-    if drafter is not None and is_stored(drafter.model):
+    if drafter is not None and is_in_object_store(drafter.model):
         head = complete_head(ensure_fetched(drafter.model, drafter.revision, weights=True, announce=log_to_stderr))
         spec = dataclasses.replace(spec, drafter=dataclasses.replace(drafter, model=str(head), revision=None))
-    if is_stored(spec.model):
+    if is_in_object_store(spec.model):
         folder = ensure_fetched(spec.model, spec.revision, weights=True, announce=log_to_stderr)
         spec = dataclasses.replace(spec, model=str(folder), revision=None)
     return spec
@@ -68,7 +68,7 @@ def local_model_path(model: str, revision: str | None = None, *, weights: bool =
     Args:
         weights: also fetch weights of an `s3://` folder.
     """
-    if is_stored(model):
+    if is_in_object_store(model):
         return str(ensure_fetched(model, revision, weights=weights, announce=log_to_stderr))
     return resolve_model(model, commits={model: revision} if revision else NO_COMMITS).path
 

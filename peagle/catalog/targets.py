@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from peagle.catalog.cards import ModelCard, load_catalog
 from peagle.catalog.embedded import EMBEDDED_TARGETS, embedded_name, ensure_embedded
-from peagle.catalog.fetched import ensure_fetched, fetch, find_stored, is_stored
+from peagle.catalog.fetched import ensure_fetched, fetch, find_stored, is_in_object_store
 from peagle.catalog.folders import folder_fingerprint, read_config
 from peagle.catalog.int8 import require_convertible
 from peagle.engine.checkpoint import checkpoint_kv_cache_dtype, checkpoint_quant_method, require_supported
@@ -152,13 +152,13 @@ def resolve_model(
         name: an `s3://` folder, or else a catalog name, local folder or hub id, tried in this order.
         commits: pinned commits by hub id, which override the current branches.
     """
-    if is_stored(name):
+    if is_in_object_store(name):
         stored = find_stored(name)
         return ResolvedModel(
-            name=stored.at.name,
-            path=str(stored.at),
+            name=stored.path.name,
+            path=str(stored.path),
             card=None,
-            config=_checked_config(fetch(stored), str(stored.at)),
+            config=_checked_config(fetch(stored), str(stored.path)),
             fingerprint=stored.fingerprint(),
             revision=stored.revision,
             weights_bytes=stored.weights_bytes,
@@ -212,7 +212,7 @@ def is_hub_id(name: str) -> bool:
 
 def fetched_model(model: ResolvedModel, announce: Callable[[str], None]) -> ResolvedModel:
     """Return the model. If it is in an object store, fetch it first, and replace its path with the local folder."""
-    if not is_stored(model.path):
+    if not is_in_object_store(model.path):
         return model
     folder = ensure_fetched(model.path, model.revision, weights=True, announce=announce)
     return replace(model, path=str(folder), revision=None)

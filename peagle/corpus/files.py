@@ -39,7 +39,7 @@ _OTHER_DATA = frozenset({
 })  # fmt: skip
 # Text files with these names are ignored without a note.
 _DOCUMENTS = frozenset({"readme", "license", "licence", "notice", "changelog", "requirements"})
-# For each input format, the format in `SUFFIXES` of its files.
+# Input format -> format of its files in `SUFFIXES`; OpenAI batches are JSONL files.
 _SUFFIX_FORMATS = {"jsonl": "jsonl", "openai-batch": "jsonl", "parquet": "parquet", "csv": "csv", "text": "text"}
 # Files that other programs leave next to data: Spark, Hadoop, Hive, Delta Lake, archives and desktops.
 _MARKERS = (
@@ -72,10 +72,10 @@ def write_note(note: str) -> None:
 def discover(
     uri: str, input_format: str = "auto", *, exclude: str | None = None, announce: Callable[[str], None] = write_note
 ) -> list[SourceFile]:
-    """Find the files of a corpus: a file, a folder without subfolders, or a glob. The result is sorted.
+    """Find the files of a corpus: a file, a folder (not its subfolders), or a glob. The result is sorted.
 
     The name of an existing file is taken literally, even if it contains wildcards. A glob skips hidden files and
-    markers such as `_SUCCESS`, unless it has their first character, as in `_*`. Suffixes are not case-sensitive.
+    markers such as `_SUCCESS`, unless a part of it begins like them, as in `_*`. Suffixes are not case-sensitive.
 
     Args:
         exclude: the run directory; a glob does not match files in it.
@@ -176,7 +176,7 @@ def _locate_local(uri: str, exclude: str | None) -> "list[tuple[str, int]] | _Fo
         matches = [name for name in matches if not Path(name).is_dir()]
         files = [Path(name) for name in _without_markers(uri, str(path), matches)]
         files = [file for file in files if run_folder is None or not file.resolve().is_relative_to(run_folder)]
-        return [_with_size(file) for file in files] or _no_such_file(uri)
+        return [_with_size(file) for file in files] or _raise_no_such_file(uri)
     except OSError as error:
         raise InputError(f"input {uri!r}: cannot be read: {error.strerror}") from error
 
@@ -213,7 +213,7 @@ def _locate_remote(uri: str, exclude: str | None) -> "list[tuple[str, int]] | _F
     try:
         infos, is_folder = _listing(filesystem(uri), uri, exclude)
     except FileNotFoundError:
-        _no_such_file(uri)
+        _raise_no_such_file(uri)
     except InputError:
         raise
     except Exception as error:  # the client raises errors of several libraries
@@ -227,7 +227,7 @@ def _locate_remote(uri: str, exclude: str | None) -> "list[tuple[str, int]] | _F
         skipped = [(name or "").removeprefix("s3://").rstrip("/") for name in (uri, exclude)]
         folders = [name for name in folders if name not in skipped and not _is_skipped(PurePosixPath(name).name, [])]
         return _Folder(files=files, sub_folders=folders)
-    return files or _no_such_file(uri)
+    return files or _raise_no_such_file(uri)
 
 
 def _listing(store: Any, uri: str, exclude: str | None) -> tuple[list[dict[str, Any]], bool]:
@@ -254,7 +254,7 @@ def _is_folder_object(store: Any, info: dict[str, Any]) -> bool:
 
 
 def _without_markers(uri: str, pattern: str, names: list[str]) -> list[str]:
-    """Return the matches of a glob that are neither hidden nor markers, or raise InputError if no others match."""
+    """Return the matches of a glob that are neither hidden nor markers, or raise InputError if all of them are."""
     allowed_patterns = [part for part in PurePosixPath(pattern).parts if part[0] in "._"]
     data = [
         name for name in names if not any(_is_skipped(part, allowed_patterns) for part in PurePosixPath(name).parts)
@@ -273,7 +273,7 @@ def _is_skipped(part: str, allowed_patterns: list[str]) -> bool:
     return is_special and not any(fnmatch.fnmatchcase(part, pattern) for pattern in allowed_patterns)
 
 
-def _no_such_file(uri: str) -> NoReturn:
+def _raise_no_such_file(uri: str) -> NoReturn:
     if uri == "-":
         hint = "write it to a file first, and use that file"
         raise InputError("input '-': standard input is not supported", hint=hint)

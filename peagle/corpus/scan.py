@@ -1,7 +1,7 @@
 """Scan a corpus for its columns, rows and repeated ids, cut it into spans, and read the rows of a span.
 
 Text formats have no schema, so planning reads the whole corpus once; memory grows with spans, not with rows. Parquet
-files have row counts in their footers, so other bytes are read only for the fingerprint. Invalid rows are not refused
+files have row counts in their footers, so the rest is only read for the fingerprint. Invalid rows are not refused
 during planning; they become dead letters later.
 """
 
@@ -217,7 +217,7 @@ class _TextScan:
         self, rows: Iterator[Record], lines: Lines, first_row: int, max_rows: int, span_sizes: Iterator[int]
     ) -> Span | None:
         """Return the next span; None at the end of the file."""
-        start, first_line, header = lines.position, lines.number, ""  # a CSV file's first span starts with its header
+        start, first_line, header = lines.position, lines.number, ""  # the first span of a CSV file includes the header
         num_rows = work = max_span_rows = 0
         previous_position = start
         for record in rows:

@@ -160,7 +160,7 @@ class SageMakerOptions(BaseModel):
 
     @field_validator("instance_type", "role", "model_data", "head_data", "name")
     @classmethod
-    def _has_valid_form(cls, value: str | None, info: ValidationInfo) -> str | None:
+    def _check_form(cls, value: str | None, info: ValidationInfo) -> str | None:
         form, example = _FORMS[str(info.field_name)]
         if value is not None and not form.fullmatch(value):
             raise ValueError(f"must have the form {example}")
@@ -168,7 +168,7 @@ class SageMakerOptions(BaseModel):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Requests:
+class CreationRequests:
     """The three requests that create an endpoint, as arguments of boto3, with the hourly price and its source."""
 
     name: str
@@ -176,13 +176,13 @@ class Requests:
     endpoint_config: dict[str, Any]
     endpoint: dict[str, Any]
     usd_per_hour: float
-    price: str
+    price: str  # the source of the price
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def make_requests(card: ModelCard, options: SageMakerOptions, settings: Preset) -> Requests:
+def make_requests(card: ModelCard, options: SageMakerOptions, settings: Preset) -> CreationRequests:
     """Return the requests for a model with its preset."""
     offer = known_offer(options)
     tensor_parallel_size = str(vllm_arguments(options.variables).get("tensor_parallel_size", 1))
@@ -219,7 +219,7 @@ def make_requests(card: ModelCard, options: SageMakerOptions, settings: Preset) 
         **({"InferenceAmiVersion": options.ami_version} if options.ami_version else {}),
     }
     tags = [{"Key": "peagle", "Value": card.name}]
-    return Requests(
+    return CreationRequests(
         name=name,
         model={"ModelName": name, "ExecutionRoleArn": options.role, "PrimaryContainer": container, "Tags": tags},
         endpoint_config={"EndpointConfigName": name, "ProductionVariants": [variant], "Tags": tags},

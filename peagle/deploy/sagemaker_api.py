@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
-from peagle.deploy.sagemaker import Requests
+from peagle.deploy.sagemaker import CreationRequests
 from peagle.economics.report.figures import format_duration
 from peagle.errors import CapacityError, ConfigError, EngineError, PeagleError, did_you_mean
 
@@ -71,7 +71,7 @@ class SageMaker:
             self._api: Any = boto3.client("sagemaker", region_name=region)
         self._say, self._sleep, self._now = say, sleep, now
 
-    def create(self, requests: Requests) -> str:
+    def create(self, requests: CreationRequests) -> str:
         """Create the endpoint, and return its ARN when it is in service. If that fails, everything is deleted."""
         name = requests.name
         self._require_instance_type(requests.endpoint_config["ProductionVariants"][0]["InstanceType"])
@@ -104,7 +104,7 @@ class SageMaker:
             remains=tuple(_remaining_resources(name, model)),
         )
 
-    def _create(self, kind: str, requests: Requests, created: list[str]) -> None:
+    def _create(self, kind: str, requests: CreationRequests, created: list[str]) -> None:
         bodies = dict(zip(_KINDS, (requests.model, requests.endpoint_config, requests.endpoint), strict=True))
         try:
             with _explain_errors(f"{kind} {requests.name}"):

@@ -32,7 +32,7 @@ _MAX_PADDED_SCORES = 2**27  # per training step and attention head: 128 MiB of m
 _PAD_MULTIPLE = 8  # padded lengths are multiples of this, which GPU kernels require for masks
 # Excludes cuDNN: its gradients were not finite for the masks of an EAGLE-3 head (H200, torch 2.11.0, 2026-11-26).
 _KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-_LAST_ANCHOR = int(torch.iinfo(torch.long).max)  # of padding queries, which attend to all known tokens
+_LAST_ANCHOR = int(torch.iinfo(torch.long).max)  # anchor of padding queries, so they attend to all known tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +105,10 @@ class PaddedBlocks:
 
     @classmethod
     def of(cls, blocks: Sequence[Block], device: torch.device | str) -> "PaddedBlocks":
-        query = [torch.arange(block.query.start, block.query.stop) for block in blocks]
-        key = [torch.cat([torch.arange(keys.start, keys.stop) for keys in block.keys]) for block in blocks]
-        query_NQ = _pad(query)
-        lengths_N = torch.tensor([len(rows) for rows in query])
+        query_indices = [torch.arange(block.query.start, block.query.stop) for block in blocks]
+        key_indices = [torch.cat([torch.arange(keys.start, keys.stop) for keys in block.keys]) for block in blocks]
+        query_NQ = _pad(query_indices)
+        lengths_N = torch.tensor([len(indices) for indices in query_indices])
         unpadded_S = torch.nonzero((torch.arange(query_NQ.shape[1]) < lengths_N[:, None]).flatten()).flatten()
         query_rows = [block.query_rows for block in blocks if block.query_rows is not None]
         key_rows = [block.key_rows for block in blocks if block.key_rows is not None]
@@ -118,7 +118,7 @@ class PaddedBlocks:
                 _pad_rows(query_rows, anchor=_LAST_ANCHOR, depth=0).to(device),
                 _pad_rows(key_rows, anchor=-1, depth=1).to(device),
             )
-        return cls(query_NQ.to(device), _pad(key).to(device), unpadded_S.to(device), mask_NQK)
+        return cls(query_NQ.to(device), _pad(key_indices).to(device), unpadded_S.to(device), mask_NQK)
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
@@ -193,7 +193,7 @@ def sequential_attention_plan(documents: Sequence[Rows], depth: int) -> Attentio
 def block_attention_plan(
     documents: Sequence[Rows], starts: Sequence[int], *, num_context: int, block_size: int
 ) -> AttentionPlan:
-    """Plan the attention of a block head. Each row attends to the context up to its anchor, and to its whole block.
+    """Plan the attention of a DFlash or DSpark head. A row attends to the context up to its anchor and to its block.
 
     Args:
         documents: the rows of each document; only their anchors matter.
@@ -220,7 +220,7 @@ def block_attention_plan(
 
 
 def _sequential_block(anchors: list[torch.Tensor], starts: list[int], first_row: int, start: int, stop: int) -> Block:
-    """Return a block: rows `start` to `stop` of the last depth. `anchors` and `starts` (in the cache) are by depth."""
+    """Return the block of rows `start` to `stop` at the last depth. `anchors` and `starts` (of keys) are by depth."""
     depth = len(anchors) - 1
     query_anchors = anchors[depth][start:stop]
     low, high = int(query_anchors[0]), int(query_anchors[-1])

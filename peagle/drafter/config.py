@@ -201,7 +201,7 @@ class TrainConfig(PriceOptions, TagOptions):
 
     @property
     def response_sources(self) -> list[str]:
-        """Return the corpora to train on. Before the target has answered, return the folders of both runs."""
+        """Return the corpora to train on. Before the target has answered, these are the folders for both modes."""
         if self.responses == "given":
             return self.prompts
         runs = [self.responses_folder(mode) for mode in DECODING_MODES]

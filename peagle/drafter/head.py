@@ -94,7 +94,7 @@ def require_buildable(target: Path, spec: HeadSpec) -> Architecture:
 
 
 def _require_compatible(folder: Path, spec: HeadSpec) -> None:
-    """Check that a saved head is compatible with the head to train: same aux layers and method, not more layers."""
+    """Check that a saved head can initialise the head to train. It may have fewer layers, and be an EAGLE-3 head."""
     saved = read_head(read_config(folder, ConfigError))
     if saved.method != spec.algorithm and (saved.method, spec.algorithm) != ("eagle3", "peagle"):
         raise ConfigError(
@@ -131,7 +131,7 @@ _COPIED = {  # weights of a target's layer that a head also has
     "post_attention_layernorm.weight",
 }
 _IGNORED = {"self_attn.rotary_emb.inv_freq"}  # in old Llama checkpoints
-_NORMS = {f"self_attn.{name}_norm.weight": f"{name}_norm" for name in "qk"}  # only block heads have these norms
+_NORMS = {f"self_attn.{name}_norm.weight": f"{name}_norm" for name in "qk"}  # of DFlash and DSpark heads
 # Optional weights of a target's layer that a head does not have. Without them, the head's attention differs slightly.
 _LEFT_OUT = {**{f"self_attn.{name}_proj.bias": f"bias of {name}_proj" for name in "qkvo"}, **_NORMS}
 
@@ -199,7 +199,8 @@ def _adapt_to_context(head: Any, weights: TargetWeights, architecture: Architect
     """Adapt the target's layers to a block head, which normalises the context once for all layers.
 
     All layers get the input norm of the target's last layer, and their projections compensate for the change. If the
-    target does not normalise queries and keys, the head's norms are set so that their mean size stays the same.
+    target does not normalise queries and keys, the head's norms are set so that the mean sizes of queries and of keys
+    stay the same.
     """
     last = architecture.num_hidden_layers - 1
     norm = weights[f"layers.{last}.input_layernorm.weight"].float()
@@ -280,9 +281,9 @@ def build_head(target: Path, spec: HeadSpec, vocabulary: DraftVocabulary, *, see
     )
     set_verifier_output(head, weights, architecture)
     if spec.algorithm == "peagle":
-        # The target's states have norms of hundreds, but a learning rate of 1e-3 changes the mask state by only 1 in
-        # 1,000 steps. If it starts at zero, the attention output dominates a mask row; if it started as a mean of the
-        # target's states, the attention output would be negligible.
+        # The target's states have norms of hundreds, but a learning rate of 1e-3 changes the mask state by at most 1
+        # over 1,000 steps. If it starts at zero, the attention output dominates a mask row; if it started as a mean of
+        # the target's states, the attention output would be negligible.
         torch.nn.init.zeros_(head.mask_hidden)
     head.config.embed_requires_grad = spec.train_embeddings
     head.embed_tokens.requires_grad_(spec.train_embeddings)

@@ -153,7 +153,7 @@ def _accumulation_dtype(states: torch.Tensor) -> torch.dtype:
 class Weighting:
     """How the rows of a training run are weighted."""
 
-    depth_decay: float = 1.0  # a row at depth d weighs depth_decay ** d
+    depth_decay: float = 1.0  # a row at depth d has the weight depth_decay ** d
     dpace: bool = False
     # Share of chains that COD sampling keeps from one depth to the next. Blocks keep all depths; for them, the share
     # is a factor of `depth_decay`. D-PACE divides products by powers of the share, to account for dropped chains.
@@ -171,7 +171,7 @@ def dpace_weight(batch: TrainingBatch, weighting: Weighting, confidence_R: torch
     """Return the D-PACE weight of each row, [R]; undefined for padding.
 
     A draft is discarded after its first rejected token, so the value of a row depends on the earlier rows of its chain.
-    D-PACE (arXiv 2605.18810; `speculators.losses.dpace_loss_decay`) weighs rows accordingly. With c_d the head's
+    D-PACE (arXiv 2605.18810; `speculators.losses.dpace_loss_decay`) weights rows accordingly. With c_d the head's
     confidence at depth d, the expected accepted length is the sum over d of c_0 * ... * c_d. The weight of a row is
     the derivative with respect to log c_d: the sum of the products that contain c_d.
     """

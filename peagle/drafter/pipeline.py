@@ -107,7 +107,7 @@ def head_spec(config: TrainConfig, target: Target) -> HeadSpec:
     return HeadSpec(aux_layers=target.aux_layers, **{name: getattr(config, name) for name in options})
 
 
-_ACCEPTANCE_TOKENS = 2**16  # tokens of the held-out documents that the acceptance is estimated with
+_ACCEPTANCE_TOKENS = 2**16  # estimate the acceptance with this many tokens of held-out documents
 
 # Fills a feature store, and passes the number of finished shards and of all shards to a callback.
 Extract = Callable[[FeatureJob, Callable[[int, int], None]], None]
@@ -118,12 +118,12 @@ class Listener:
     """Callbacks for messages, finished shards and training steps."""
 
     say: Callable[[str], None] = lambda message: None
-    shard: Callable[[int, int], None] = lambda done, total: None
-    step: Callable[[TrainingProgress], None] = lambda progress: None
+    on_shard: Callable[[int, int], None] = lambda done, total: None
+    on_step: Callable[[TrainingProgress], None] = lambda progress: None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prepared:
+class PreparedTraining:
     """A checked configuration, with the documents to train on, and the target's hidden states."""
 
     config: TrainConfig
@@ -175,7 +175,7 @@ class Prepared:
     def new_head(self) -> Any:
         return build_head(self.target.folder, self.spec, self.vocabulary, seed=self.config.seed).to(self.device)
 
-    def sample(self, documents: Sequence[int], num_tokens: int) -> list[int]:
+    def sample_documents(self, documents: Sequence[int], num_tokens: int) -> list[int]:
         """Return random documents with at least `num_tokens` tokens in total, or all documents."""
         chosen: list[int] = []
         for index in random.Random(self.config.seed).sample(documents, len(documents)):
@@ -193,7 +193,7 @@ def train_head(config: TrainConfig, listener: Listener) -> dict[str, Any]:
 
         def progress(step: TrainingProgress) -> None:
             spending.beat()
-            listener.step(step)
+            listener.on_step(step)
 
         prepared = prepare(config, listener, extract=spending.recording(extract_here))
         head = prepared.new_head()
@@ -210,7 +210,7 @@ def train_head(config: TrainConfig, listener: Listener) -> dict[str, Any]:
 
 def prepare(
     config: TrainConfig, listener: Listener, *, extract: Extract = extract_here, verify: bool = True
-) -> Prepared:
+) -> PreparedTraining:
     """Read the documents, and compute the target's missing hidden states with `extract`.
 
     `verify` compares stored states with their checksums, which only one of several processes needs to do.
@@ -222,11 +222,13 @@ def prepare(
     listener.say(
         f"draft vocabulary: {vocabulary.size:,} tokens, which cover {vocabulary.coverage:.2%} of the documents"
     )
-    return Prepared(config=config, target=target, device=device, corpus=corpus, store=store, vocabulary=vocabulary)
+    return PreparedTraining(
+        config=config, target=target, device=device, corpus=corpus, store=store, vocabulary=vocabulary
+    )
 
 
 def train_prepared(
-    prepared: Prepared,
+    prepared: PreparedTraining,
     head: Any,
     *,
     workers: SingleProcess | None = None,
@@ -255,7 +257,7 @@ def train_prepared(
     )
 
 
-def finish(prepared: Prepared, head: Any, outcome: TrainingOutcome) -> dict[str, Any]:
+def finish(prepared: PreparedTraining, head: Any, outcome: TrainingOutcome) -> dict[str, Any]:
     """Plot the metrics, estimate the acceptance, and save the head, its card and run.json; return run.json."""
     config = prepared.config
     steps, _ = Metrics(prepared.folder).read()
@@ -265,7 +267,7 @@ def finish(prepared: Prepared, head: Any, outcome: TrainingOutcome) -> dict[str,
         estimate = estimate_acceptance(
             head.eval(),
             prepared.store,
-            prepared.sample(sorted(prepared.corpus.held_out), _ACCEPTANCE_TOKENS),
+            prepared.sample_documents(sorted(prepared.corpus.held_out), _ACCEPTANCE_TOKENS),
             num_speculative_tokens=config.num_speculative_tokens,
         )
     corpus, model, features = prepared.corpus, prepared.target.model, prepared.store.spec
@@ -313,7 +315,7 @@ def finish(prepared: Prepared, head: Any, outcome: TrainingOutcome) -> dict[str,
     return result
 
 
-def finish_from_checkpoint(prepared: Prepared, diverged: DivergedError | None = None) -> dict[str, Any]:
+def finish_from_checkpoint(prepared: PreparedTraining, diverged: DivergedError | None = None) -> dict[str, Any]:
     """Finish with the head of the last checkpoint; then raise `diverged`, if set, with a hint."""
     checkpoint = load_checkpoint(prepared.folder)
     if checkpoint is None:
@@ -367,7 +369,8 @@ def _features(
         return ComputedFeatures(samples, reader, spec, device=device, batch_tokens=batch_tokens)
     folder = config.features or config.output / "features"
     extract(
-        FeatureJob(target=target.folder, samples=samples, spec=spec, folder=folder, device=str(device)), listener.shard
+        FeatureJob(target=target.folder, samples=samples, spec=spec, folder=folder, device=str(device)),
+        listener.on_shard,
     )
     return FeatureStore(folder, verify=verify)
 

@@ -39,7 +39,7 @@ PROMPT = "prompt"  # replaces the source's column name, which may conflict with 
 
 
 def read_prompts(config: TrainConfig, say: Callable[[str], None]) -> list[Row]:
-    """Read rows with `id` and, in all rows, either `messages` or `prompt`; report dropped rows.
+    """Read rows with `id` and `prompt`, or all with `id` and `messages`; report dropped rows.
 
     A limit is divided evenly among the sources; if a source has too few rows, the others provide more.
     """
@@ -149,7 +149,7 @@ def _read_shipped(source: str, config: TrainConfig, index: NgramIndex) -> tuple[
 
 def _prompts_of(source: str, prompt_column: str) -> Iterator[Row]:
     number = -1
-    for number, row in enumerate(map(_without_request, read_source(source))):
+    for number, row in enumerate(map(_from_batch_request, read_source(source))):
         if number == 0 and prompt_column not in row and MESSAGES not in row:
             raise InputError(
                 f"{source}: has neither a column {prompt_column!r} nor {MESSAGES!r}",
@@ -161,8 +161,8 @@ def _prompts_of(source: str, prompt_column: str) -> Iterator[Row]:
         raise InputError(f"{source}: has no rows")
 
 
-def _without_request(row: Row) -> Row:
-    """Return the row, or the prompt or messages of an OpenAI batch request with its `custom_id` as id."""
+def _from_batch_request(row: Row) -> Row:
+    """Convert an OpenAI batch request to a row with `id` and its prompt or messages; return other rows unchanged."""
     if not is_batch(row):
         return row
     body = parse_body(row["url"], row["body"])
@@ -203,7 +203,7 @@ def read_corpus(config: TrainConfig, target: Target, say: Callable[[str], None])
         reason = rejected[0].reason if rejected else f"every row overlaps {', '.join(config.exclude)}"
         sources = ", ".join(map(str, config.response_sources))
         raise InputError(f"{sources}: no row yields a document; first error: {reason}")
-    target.require_tokens(samples)
+    target.require_known_tokens(samples)
     say(f"{len(samples):,} documents, {len(rejected)} rejected, {len(decontaminated.dropped)} dropped for overlap")
     report_dropped(decontaminated.dropped, say)
     num_held_out = round(len(samples) * config.held_out)

@@ -24,7 +24,7 @@ _SIZES = (
     "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings", "rms_norm_eps",
 )  # fmt: skip
 _ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")  # supported by Llama's rotary embedding
-_MLP_RATIO = 3  # usual width of a gated MLP over hidden size, as in speculators 0.9; for targets that have only experts
+_MLP_RATIO = 3  # usual MLP width / hidden size, as in speculators 0.9; used for targets that have only experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +43,8 @@ class Architecture:
     max_position_embeddings: int
     rms_norm_eps: float
     initializer_range: float
-    # One rotary embedding over whole attention heads: the target's, or that of its full-attention layers. Only its base
-    # is used if it is partial or of another type.
+    # One rotary embedding over whole attention heads: the target's, or that of its full-attention layers. If that one
+    # is partial or of an unsupported type, only its base is used.
     rope_parameters: Mapping[str, Any]
     norm_offset: int  # constant that the final norm adds to its weight: 1 for Gemma 2, Gemma 3 and Qwen3-Next, else 0
     logit_softcap: float | None  # logits are softcap * tanh(logits / softcap); None disables it
@@ -257,7 +257,7 @@ class Target:
     def folder(self) -> Path:
         return Path(self.model.path)
 
-    def require_tokens(self, samples: Sequence[Sample]) -> None:
+    def require_known_tokens(self, samples: Sequence[Sample]) -> None:
         for sample in samples:
             if (largest := max(sample.token_ids)) >= self.vocab_size:
                 raise ConfigError(

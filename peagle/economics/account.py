@@ -19,8 +19,8 @@ from peagle.speculation import SpeculationStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shares:
-    """Seconds, device-seconds or USD by use (amounts, not fractions)."""
+class TotalsByUse:
+    """Seconds, device-seconds or USD by use."""
 
     load: float = 0.0
     compile: float = 0.0
@@ -32,11 +32,11 @@ class Shares:
     def total(self) -> float:
         return self.load + self.compile + self.busy + self.idle + self.lost
 
-    def scaled(self, factor: float) -> "Shares":
-        return Shares(**{name: value * factor for name, value in asdict(self).items()})
+    def scaled(self, factor: float) -> "TotalsByUse":
+        return TotalsByUse(**{name: value * factor for name, value in asdict(self).items()})
 
-    def __add__(self, other: "Shares") -> "Shares":
-        return Shares(**{field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)})
+    def __add__(self, other: "TotalsByUse") -> "TotalsByUse":
+        return TotalsByUse(**{name: value + getattr(other, name) for name, value in asdict(self).items()})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class Account:
     """
 
     price: Price
-    device_s: Shares
+    device_s: TotalsByUse
     num_units: int
     num_rows: int
     num_failed_rows: int
@@ -67,7 +67,7 @@ class Account:
     speculation: SpeculationStats
 
     @property
-    def usd(self) -> Shares:
+    def usd(self) -> TotalsByUse:
         return self.device_s.scaled(self.price.usd_per_device_s)
 
     @property
@@ -133,10 +133,10 @@ def account(units: Iterable[UnitUsage], sessions: Iterable[EngineSession], price
     sessions = list(sessions)
     require_sessions(sessions, usage_by_session)
     require_devices(sessions, price)
-    device_s, num_lost_tokens = Shares(), 0
+    device_s, num_lost_tokens = TotalsByUse(), 0
     for session in sessions:
         usage = usage_by_session.get(session.session_id)
-        (seconds,) = shares_by_period([session], [usage.busy_s if usage else 0.0])
+        (seconds,) = totals_by_period([session], [usage.busy_s if usage else 0.0])
         device_s += seconds.scaled(session.num_devices)
         num_lost_tokens += max(session.num_output_tokens - (usage.num_output_tokens if usage else 0), 0)
     return Account(
@@ -174,7 +174,7 @@ def require_devices(sessions: Iterable[EngineSession], price: Price) -> None:
             )
 
 
-def shares_by_period(snapshots: Sequence[EngineSession], committed_s: Sequence[float]) -> list[Shares]:
+def totals_by_period(snapshots: Sequence[EngineSession], committed_s: Sequence[float]) -> list[TotalsByUse]:
     """Return the seconds of an engine in consecutive periods of its life, by use.
 
     Work counts when it is committed: busy seconds of an open unit belong to the period in which the unit is committed
@@ -197,7 +197,7 @@ def shares_by_period(snapshots: Sequence[EngineSession], committed_s: Sequence[f
     idle_s = [at_end.idle_s for at_end in snapshots]
     parts = zip(*map(_differences, (load_s, compile_s, idle_s, lost_s)), committed_s, strict=True)
     return [
-        Shares(load=load, compile=compiling, busy=busy, idle=idle, lost=lost)
+        TotalsByUse(load=load, compile=compiling, busy=busy, idle=idle, lost=lost)
         for load, compiling, idle, lost, busy in parts
     ]
 

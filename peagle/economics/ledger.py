@@ -43,7 +43,7 @@ T = TypeVar("T")
 REQUESTS, BEATS = "requests", "beats"  # the values of `kind`
 MERGED = "merged-"  # starts the id in names of merged files
 INDEX = ".index"  # suffix of the index of a merged file
-_MARK_BYTES = 4096  # covered by the checksum that identifies an offset: several lines with unique ids
+_MARK_BYTES = 4096  # the bytes before an offset, in its checksum; enough for several lines with unique ids
 _MAX_TRIES = 10  # attempts to list or read files that are being compacted
 
 
@@ -76,7 +76,7 @@ class Segment:
             file.seek(self.begin)
             return file.read() if self.size is None else file.read(self.size)
 
-    def mark(self, position: int) -> str:
+    def checksum_to(self, position: int) -> str:
         """Return a checksum of the bytes before an offset, which identifies the offset."""
         with open_to_read(self.path) as file:
             start = max(0, position - _MARK_BYTES)
@@ -147,7 +147,7 @@ def segments_by_name(files: LedgerFiles) -> dict[str, Segment]:
 def continues_segment(path: StoragePath, merged: Segment) -> bool:
     """Return whether a process's own file starts with the merged segment."""
     size = merged.current_size()
-    return path.stat().st_size >= size and Segment(merged.name, path).mark(size) == merged.mark(size)
+    return path.stat().st_size >= size and Segment(merged.name, path).checksum_to(size) == merged.checksum_to(size)
 
 
 def find_segment(folder: StoragePath, name: str) -> Segment | None:
@@ -404,7 +404,7 @@ class RequestReader:
                     is_complete = False
 
     def reread_since(self, since: float) -> Iterator[RequestUsage]:
-        """Yield, from last to first in each file, the requests that were already read and ended after a Unix time."""
+        """Yield again the requests that ended after a Unix time; in each file, the last request comes first."""
         for segment in segments(self._folder, REQUESTS):
             position, path = self._offsets.get(segment.name, 0), cast(Path, segment.path)
             if not position or path.stat().st_mtime < since - _CLOCK_SKEW_S:
@@ -420,7 +420,7 @@ class RequestReader:
         by_name = {segment.name: segment for segment in segments(self._folder, REQUESTS)}
         if missing := self._offsets.keys() - by_name.keys():
             raise FileNotFoundError(f"{self._folder}: {min(missing)} is missing")
-        return {name: (position, by_name[name].mark(position)) for name, position in self._offsets.items()}
+        return {name: (position, by_name[name].checksum_to(position)) for name, position in self._offsets.items()}
 
     def resume(self, marks: Mapping[str, tuple[int, str]]) -> bool:
         """Continue at the offsets of another reader.
@@ -429,7 +429,7 @@ class RequestReader:
         """
         try:
             by_name = {segment.name: segment for segment in segments(self._folder, REQUESTS)}
-            if any(by_name[name].mark(position) != mark for name, (position, mark) in marks.items()):
+            if any(by_name[name].checksum_to(position) != checksum for name, (position, checksum) in marks.items()):
                 return False
         except (OSError, KeyError, PeagleError):
             return False

@@ -1,4 +1,4 @@
-"""Read the work of requests from an endpoint's ledger, added up by day, engine and payer.
+"""Read the work of requests from an endpoint's ledger, added up by day, engine session, key, model, drafter and tags.
 
 A month may have a million lines, so lines are parsed and added up as columns. A part of a file with an invalid line is
 parsed line by line, as in `RequestReader`, and the invalid line is skipped.

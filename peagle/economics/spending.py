@@ -2,7 +2,7 @@
 
 Every dollar of an engine's life is in exactly one charge: attributed (work that was committed, or billed to a request),
 loading, idle or lost. Only attributed charges belong to a key. Work counts on the UTC day on which it is committed
-(`shares_by_period`). Cluster nodes without engines are charged at a stated price while any engine is live.
+(`totals_by_period`). Cluster nodes without engines are charged at a stated price while any engine is live.
 """
 
 import math
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, date, datetime
 from typing import Self
 
-from peagle.economics.account import shares_by_period
+from peagle.economics.account import totals_by_period
 from peagle.economics.baseline import Baseline
 from peagle.economics.savings import Savings, spot_savings, work_savings
 from peagle.economics.tags import NO_TAGS
@@ -69,7 +69,7 @@ class Days:
 
 @dataclass(frozen=True, slots=True)
 class SpendingGroup:
-    """The day, engine and payer of work. The key is empty for bulk runs and overhead."""
+    """What work is grouped by. The key is empty for bulk runs and overhead."""
 
     day: int
     session_id: str
@@ -126,7 +126,7 @@ class Ledger:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Charge:
-    """Spending of one engine process on one day.
+    """Spending of one engine session on one day, for one API key or, with an empty key, for none.
 
     The drafter is "none" without a drafter, and empty if the model is unknown. Values of an unknown price are empty
     or 0.
@@ -194,7 +194,7 @@ def _overheads(
         committed_s[day - days.start] += usd / usd_per_s
     midnights = [(day + 1) * DAY_S for day in days]
     sessions_at_midnight = [session_at(session, end) if end < session.last_seen_at else session for end in midnights]
-    for day, times in zip(days, shares_by_period(sessions_at_midnight, committed_s), strict=True):
+    for day, times in zip(days, totals_by_period(sessions_at_midnight, committed_s), strict=True):
         usd_by_state = times.scaled(usd_per_s)
         loading_usd = usd_by_state.load + usd_by_state.compile
         spend = Spend(

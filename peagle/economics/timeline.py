@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from typing import Any
 
-from peagle.economics.account import Shares, shares_by_period
+from peagle.economics.account import TotalsByUse, totals_by_period
 from peagle.economics.prices import Price
 from peagle.economics.usage import EngineSession, UnitUsage
 
@@ -65,14 +65,14 @@ class UnitTimes:
             return None
         step_s = clock.total_s / NUM_STEPS
         tokens, usd = [0.0] * NUM_STEPS, [0.0] * NUM_STEPS
-        sessions_by_engine: defaultdict[int, list[tuple[EngineSession, Shares]]] = defaultdict(list)
+        sessions_by_engine: defaultdict[int, list[tuple[EngineSession, TotalsByUse]]] = defaultdict(list)
         for session in sessions:
             session_units = units[session.session_id]
             for start, end, num_tokens in zip(
                 session_units.starts, session_units.ends, session_units.tokens, strict=True
             ):
                 _spread(tokens, clock.at(start) / step_s, clock.at(end) / step_s, num_tokens / step_s)
-            (seconds,) = shares_by_period([session], [session_units.busy_s])
+            (seconds,) = totals_by_period([session], [session_units.busy_s])
             cost = seconds.total * session.num_devices * price.usd_per_device_s
             end = session_units.end(session)
             _spread(usd, clock.at(session.started_at) / step_s, clock.at(end) / step_s, cost)
@@ -90,7 +90,7 @@ class UnitTimes:
         }
 
     def _engine_timeline(
-        self, index: int, sessions: Sequence[tuple[EngineSession, Shares]], clock: "_Clock"
+        self, index: int, sessions: Sequence[tuple[EngineSession, TotalsByUse]], clock: "_Clock"
     ) -> dict[str, Any]:
         spans = [
             (state, round(clock.at(start), _DECIMALS), round(clock.at(end), _DECIMALS))
@@ -100,7 +100,7 @@ class UnitTimes:
         return {
             "engine": index,
             "num_starts": len(sessions),
-            "seconds": asdict(sum((seconds for _, seconds in sessions), Shares())),
+            "seconds": asdict(sum((seconds for _, seconds in sessions), TotalsByUse())),
             "spans": [span for span in spans if span[2] > span[1]],
         }
 

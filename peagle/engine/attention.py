@@ -79,7 +79,7 @@ def draft_backend(spec: EngineSpec, hardware: Hardware) -> str | None:
     if drafter is None or not drafter.has_head:
         return None
     requested = drafter.attention_backend
-    if drafter.is_block and (hardware.compute_capability or (0, 0)) >= (12, 0):
+    if drafter.drafts_block and (hardware.compute_capability or (0, 0)) >= (12, 0):
         # vLLM chooses FlashAttention, whose kernels for attention in both directions fail (vllm issue 50707).
         requested = requested or _TRITON
     return _backend(requested, spec, hardware, _draft_cache(spec, hardware))
@@ -98,7 +98,7 @@ def _draft_cache(spec: EngineSpec, hardware: Hardware) -> str | None:
 def _check_drafter(spec: EngineSpec, hardware: Hardware) -> None:
     """Raise a ConfigError if vLLM cannot run the drafter on this hardware or with these options."""
     drafter = spec.drafter
-    if drafter is None or not drafter.is_block:
+    if drafter is None or not drafter.drafts_block:
         return
     if drafter.method == "dspark" and hardware.platform != "cuda":
         raise ConfigError(

@@ -78,7 +78,7 @@ class TargetOptions(BaseModel):
 
     @field_validator("engine_args")
     @classmethod
-    def _are_allowed(cls, arguments: dict[str, Any]) -> dict[str, Any]:
+    def _check_engine_args(cls, arguments: dict[str, Any]) -> dict[str, Any]:
         try:
             check_extra({name: value for name, value in arguments.items() if name not in SPEC_FIELDS})
         except ConfigError as error:
@@ -138,7 +138,7 @@ def widest_head_dim(config: Mapping[str, Any]) -> int:
 
 
 def spec_fields(options: TargetOptions) -> dict[str, Any]:
-    """Return the options that are fields of an EngineSpec."""
+    """Return the `engine_args` that are fields of an EngineSpec."""
     return {name: value for name, value in options.engine_args.items() if name in SPEC_FIELDS}
 
 
@@ -167,8 +167,8 @@ def apply_drafter_options(drafter: DrafterSpec, options: TargetOptions, hardware
             "prompt lookup does not work with vLLM's asynchronous scheduling, the default on GPUs",
             hint="add --engine-arg async_scheduling=false, which costs time in each step, or remove --draft-lookup",
         )
-    # vLLM has no attention in both directions on an fp8 cache (vllm-project/vllm issue 41559).
-    needs_bf16 = drafter.is_block and hardware.platform == "cuda" and options.draft_kv_cache_precision == "auto"
+    # vLLM does not support bidirectional attention with an FP8 cache (vllm-project/vllm issue 41559).
+    needs_bf16 = drafter.drafts_block and hardware.platform == "cuda" and options.draft_kv_cache_precision == "auto"
     # On GPUs, drafts stay on the device. There, only DSpark's own runner can drop drafts, and only if the user sets
     # `verify`.
     is_dspark_with_verify = drafter.method == "dspark" and "verify" in options.model_fields_set
@@ -187,11 +187,11 @@ def drafter_note(drafter: DrafterSpec | None) -> str:
     if drafter is None:
         return ""
     lookup = "; with prompt lookup" if drafter.lookup else ""
-    return lookup + ("; without prefix caching, which would spoil its drafts" if drafter.is_block else "")
+    return lookup + ("; without prefix caching, which would spoil its drafts" if drafter.drafts_block else "")
 
 
 def non_default_options(options: TargetOptions) -> dict[str, Any]:
-    """Return the drafter's options and `engine_args` if not default, for the fingerprint of a measurement."""
+    """Return drafter options and `engine_args` with other values than the default, for a measurement's fingerprint."""
     names = (*DRAFTER_KEYS, "engine_args")
     defaults = {name: TargetOptions.model_fields[name].get_default(call_default_factory=True) for name in names}
     return {name: value for name in names if (value := getattr(options, name)) != defaults[name]}

@@ -40,9 +40,9 @@ class Footprint:
         weight_dtype_bytes: bytes of one weight in the weight files.
         num_layers: layers that cache every token.
         num_sliding_layers: layers that cache at most `sliding_window_tokens`.
-        kv_elements_per_token: key and value elements per token of one layer (of a sliding one, if they differ).
-        full_kv_elements: the same for layers that cache every token.
-        kv_heads, full_kv_heads: KV heads of sliding and full layers; if there are more ranks, some store copies.
+        kv_elements_per_token: key and value elements per token of one layer; if layers differ, of a sliding one.
+        full_kv_elements: the same for one layer that caches every token.
+        kv_heads, full_kv_heads: KV heads of sliding and full layers. Ranks in excess of these heads store copies.
     """
 
     weights_bytes: int
@@ -200,7 +200,7 @@ def _require_cache(cache_gib: float, spec: EngineSpec, hardware: Hardware, footp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuNeed:
-    """The memory that an engine needs on all its accelerators in GiB, and the available memory.
+    """The memory in GiB that an engine needs on all its accelerators, and the memory that they have for it.
 
     The KV cache is the configured one, or that of one request of full length.
     """
@@ -232,7 +232,7 @@ def gpu_need(spec: EngineSpec, hardware: Hardware, footprint: Footprint) -> GpuN
 
 
 def _fitting_options(spec: EngineSpec, hardware: Hardware, footprint: Footprint) -> str:
-    """Return options that would fit or help: a shorter context, more accelerators, FP8 or INT8."""
+    """Return options that reduce the memory per accelerator: a shorter context, more accelerators, FP8 or INT8."""
     options = []
     max_length_kibi = (spec.max_model_len or footprint.context_tokens) // 1024
     # the longest context that fits, in units of 1,024 tokens
@@ -283,11 +283,11 @@ def _request_kv_gib(spec: EngineSpec, hardware: Hardware, footprint: Footprint) 
     drafter_precision = spec.drafter.kv_cache_precision if spec.drafter else "auto"
     drafter_dtype_bytes = dtype_bytes if drafter_precision == "auto" else _KV_CACHE_DTYPE_BYTES[drafter_precision]
     drafter_bytes = num_tokens * _drafter_kv_elements(spec, footprint) * drafter_dtype_bytes
-    skips_sliding_layers = "sliding_window" in spec.extra.get("kv_cache_dtype_skip_layers", ())
+    keeps_sliding_layers_16_bit = "sliding_window" in spec.extra.get("kv_cache_dtype_skip_layers", ())
     target_bytes = footprint.kv_cache_bytes(
         num_tokens,
         dtype_bytes,
-        sliding_dtype_bytes=2 if skips_sliding_layers else None,
+        sliding_dtype_bytes=2 if keeps_sliding_layers_16_bit else None,
         in_flight_tokens=in_flight,
         ranks=ranks,
     )

@@ -2,15 +2,15 @@
 
 | requested | CUDA, capability >= 8.9 | older CUDA            | CPU with AVX-512         | other CPU |
 |-----------|-------------------------|-----------------------|--------------------------|-----------|
-| auto      | fp8 weights             | bf16, float16 < 8.0   | bf16                     | float32   |
+| auto      | fp8 weights             | bf16 (float16 < 8.0)  | bf16                     | float32   |
 | fp8       | weights and KV cache    | refused               | fp8 KV cache, else bf16  | refused   |
-| int8      | weights, refused >= 10  | weights, from 7.5     | weights, with VNNI       | with VNNI |
-| bf16      | bf16                    | bf16, refused < 8.0   | bf16                     | bf16      |
+| int8      | weights (refused >= 10) | weights, from 7.5     | weights, with VNNI       | with VNNI |
+| bf16      | bf16                    | bf16 (refused < 8.0)  | bf16                     | bf16      |
 
 On CUDA, `auto` uses an FP8 KV cache only for long contexts (`_MIN_FP8_CACHE_TOKENS`).
 
-A checkpoint that is published quantised (gpt-oss in MXFP4) keeps its weights for any requested precision, and with
-`auto` its published cache format, if the hardware supports it. INT8 is W8A8: weights are converted beforehand
+A checkpoint that is published quantised (gpt-oss in MXFP4) keeps its weights and refuses int8 and float32. With
+`auto`, it keeps its published cache format, if the hardware supports it. INT8 is W8A8: weights are converted beforehand
 (`catalog/int8.py`), activations at run time. Everything else is computed in bf16; in float16 below capability 8.0; in
 float32 on CPUs without AVX-512.
 """

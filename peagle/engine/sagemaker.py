@@ -54,7 +54,7 @@ _PRECISIONS = {
     "float32": "float32",
 }
 _KV_CACHE_PRECISIONS = {"auto": "auto", "bfloat16": "bf16", "fp8": "fp8", "fp8_e4m3": "fp8"}
-# Options whose variables have another name, for messages: the first that is set, or else the last.
+# Options whose variables have other names. Messages name the first variable that is set, or else the last.
 _VARIABLES_OF = {
     "model": ("SM_VLLM_MODEL", "HF_MODEL_ID", str(MODEL_FOLDER)),
     "name": ("SM_VLLM_SERVED_MODEL_NAME",),
@@ -162,7 +162,7 @@ def vllm_arguments(env: Mapping[str, str]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def switch(variable: str, text: str) -> bool:
+def parse_switch(variable: str, text: str) -> bool:
     """Return whether a variable is on; empty is off. Raises ConfigError for other values."""
     plain = text.strip().lower()
     if plain not in ("", *_YES, *_NO):
@@ -334,12 +334,12 @@ def _parse_with_vllm(raw: Mapping[str, Any], env: Mapping[str, str]) -> Iterator
         if arguments.is_switch(name):
             if not isinstance(value, str | bool):
                 raise ConfigError(f"{variable} must be true or false, not {shown(value)}")
-            is_on = switch(variable, value) if isinstance(value, str) else value
+            is_on = parse_switch(variable, value) if isinstance(value, str) else value
             # `arguments.parse` returns the field's value with the switch on: False for `no_x`.
             parsed: Any = arguments.parse(name, []) is is_on
             if parsed == arguments.default(name) and field not in _SAME_OPTIONS:
                 continue
-        if field not in (*_SAME_OPTIONS, "enable_auto_tool_choice") and field not in arguments.of_engine:
+        if field not in (*_SAME_OPTIONS, "enable_auto_tool_choice") and field not in arguments.engine_fields:
             raise ConfigError(
                 f"{variable}: this option of vLLM's API server has no effect, because peagle serves the API itself",
                 hint=_HINTS.get(field, "remove the variable"),
@@ -370,7 +370,7 @@ def _parse_value(arguments: "ServeArguments", name: str, value: Any) -> Any:
 
 
 def _parser_reason(message: str) -> str:
-    """Return argparse's message without Python's names and addresses."""
+    """Return the part of an argparse message that helps a user; empty if there is none."""
     reason = message.partition(": ")[2]
     lines = [line.strip() for line in reason.splitlines() if "For further information" not in line]
     if lines and lines[0].startswith("invalid choice"):

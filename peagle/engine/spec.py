@@ -68,7 +68,7 @@ class DrafterSpec:
                     "one",
                 )
         if self.lookup and not self.has_head:
-            raise ConfigError(f"{self.method} already is a lookup; draft_lookup requires a head")
+            raise ConfigError(f"{self.method} is already a lookup method; draft_lookup requires a head")
         if self.lookup and self.synthetic_rates is not None:
             raise ConfigError("draft_lookup cannot be combined with synthetic acceptance", hint="remove --draft-lookup")
 
@@ -78,7 +78,7 @@ class DrafterSpec:
         return self.method in DRAFT_METHODS
 
     @property
-    def is_block(self) -> bool:
+    def drafts_block(self) -> bool:
         """Whether the head fills in a block of mask tokens, which attend to each other in both directions."""
         return self.method in BLOCK_METHODS
 
@@ -164,7 +164,7 @@ class EngineSpec:
         The cache is off with a block head: vLLM computes the head's keys and values only for tokens that the target
         computes, so after a restored prefix nearly all drafts are rejected (vllm-project/vllm issue 47930).
         """
-        return self.enable_prefix_caching and not (self.drafter is not None and self.drafter.is_block)
+        return self.enable_prefix_caching and not (self.drafter is not None and self.drafter.drafts_block)
 
     @property
     def commits(self) -> dict[str, str]:

@@ -32,7 +32,7 @@ _REFUSAL_CACHE_S = 600.0  # CPU time also grows on a busy machine, so refused co
 _MEMORY_BYTES = 512 * 2**20  # memory limit of a compilation
 _MAX_PER_REQUESTER = 5  # concurrent trials, including waiting trials
 _MAX_TOTAL = 64  # concurrent trials of all requesters
-# CPU seconds of refused trials after which a requester must wait; every second, 0.1 of them are forgotten.
+# A requester whose refused trials took 10 CPU seconds must wait; 0.1 of these seconds are forgotten every second.
 _MAX_REFUSED_CPU_S, _FORGOTTEN_CPU_S_PER_S = 10.0, 0.1
 _REASONS = {
     "slow": "compiling it takes more than {cpu_s:g} s of CPU time; reduce lengths and optional properties",

@@ -1,8 +1,8 @@
 """Decide how many drafted tokens to verify, how many to draft next, and whether drafting pays at all.
 
 Here, a draft is one draft token. It survives if it and all earlier drafts of its request are accepted. The drafter's
-log-probability of a draft predicts this well. The drafts that are most likely to survive are verified. Their number
-maximises
+log-probability of a draft predicts its survival well. The drafts that are most likely to survive are verified. Their
+number maximises
 
     expected tokens of the step - predicted seconds of the step x tokens/s of recent steps
 
@@ -103,7 +103,7 @@ class PromptCost:
     """The drafter's seconds for prompts, per output token of their requests."""
 
     def __init__(self) -> None:
-        self._seconds_per_token = MovingMean(16)
+        self._seconds, self._tokens = MovingMean(16), MovingMean(16)  # of a step
         self._prompt_tokens, self._max_tokens, self._output_tokens = MovingMean(64), MovingMean(64), MovingMean(64)
 
     @property
@@ -111,10 +111,12 @@ class PromptCost:
         # Short responses are the first to end, so the first responses are not representative.
         has_sample = self._output_tokens.num_values >= 16
         output_tokens = self._output_tokens.mean if has_sample else self._max_tokens.mean
-        return self._seconds_per_token.mean * self._prompt_tokens.mean / max(1.0, output_tokens)
+        seconds_per_token = self._seconds.mean / max(1.0, self._tokens.mean)
+        return seconds_per_token * self._prompt_tokens.mean / max(1.0, output_tokens)
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        self._seconds_per_token.add(seconds / num_tokens)
+        self._seconds.add(seconds)
+        self._tokens.add(num_tokens)
 
     def start_request(self, num_prompt_tokens: int, max_tokens: int) -> None:
         self._prompt_tokens.add(num_prompt_tokens)
@@ -184,7 +186,8 @@ class DraftBudget:
         self._recent_survival: Array = np.zeros((0, self.depth))  # [rows, K]
         self.prompt_cost = PromptCost()
         self._num_trials = 0
-        self._retry_s, self._retry_at, self._paused_at_load = _RETRY_S, 0.0, 0
+        self._is_paused, self._paused_at_load = False, 0
+        self._retry_s, self._retry_at = _RETRY_S, 0.0
 
     @property
     def _gain(self) -> float:
@@ -240,6 +243,7 @@ class DraftBudget:
         survival = np.resize(self._recent_survival, (num_requests, self._recent_survival.shape[1]))
         self.choose_depth(survival, num_requests, context_tokens, self.depth)
         _, tokens, plain_tokens = self._best_step(survival, context_tokens, self.depth)
+        self._num_trials = 0
         self._update_gain(tokens, plain_tokens, 1)
 
     def _best_step(self, survival: Array, context_tokens: int, depth: int) -> tuple[float, float, float]:
@@ -280,23 +284,31 @@ class DraftBudget:
     def drafting_pays(self, num_requests: int, now_s: float) -> bool:
         """Return whether the drafter should run at this load.
 
-        If drafting was slower than steps without drafts would have been, over at least `_TRIAL_STEPS` steps, drafting
-        pauses until the load is half as high or a retry is due.
+        If drafting was slower than steps without drafts would have been, over at least `_TRIAL_STEPS` steps, it pauses
+        at this load, and at loads above half of it, until a retry is due.
         """
-        if self._paused_at_load:
-            if now_s < self._retry_at and num_requests > self._paused_at_load / 2:
-                return False
-            if num_requests <= self._paused_at_load / 2:
-                self._retry_s = _RETRY_S
-            self._paused_at_load, self._num_trials = 0, 0
-            self._tokens = self._plain_tokens = 1.0
+        if now_s < self._retry_at and num_requests > self._paused_at_load / 2:
+            self._is_paused = True
+            return False
+        if self._is_paused:
+            self._is_paused = False
+            self.restart_trial()
         elif self._last_num_requests and not 0.5 < num_requests / self._last_num_requests < 2:
             self._adapt_to_load(num_requests)
-        if self._num_trials >= _TRIAL_STEPS and self._overall_gain < 1:
-            self._paused_at_load, self._retry_at = num_requests, now_s + self._retry_s
-            self._retry_s = min(2 * self._retry_s, _MAX_RETRY_S)
-            return False
-        return True
+        if self._num_trials < _TRIAL_STEPS:
+            return True
+        if self._overall_gain >= 1:
+            self._retry_s = _RETRY_S
+            return True
+        self._paused_at_load, self._retry_at = num_requests, now_s + self._retry_s
+        self._retry_s = min(2 * self._retry_s, _MAX_RETRY_S)
+        self._is_paused = True
+        return False
+
+    def restart_trial(self) -> None:
+        """Forget the gain, so that drafting does not pause before it was measured again."""
+        self._num_trials = 0
+        self._tokens = self._plain_tokens = 1.0
 
     def _target_s(self, num_requests: int, num_verified: Array, context_tokens: int) -> Array:
         """Return the predicted seconds of the target's pass, non-decreasing with the number of verified drafts."""
@@ -329,10 +341,10 @@ class DraftBudget:
         position = np.arange(log_odds.shape[1])
         is_accepted = position < num_accepted[:, None]
         is_judged = (position <= num_accepted[:, None]) & (position < num_verified[:, None])
-        is_copy = np.isnan(log_odds)
-        self._calibrations[source].observe(np.nan_to_num(log_odds), is_judged & ~is_copy, is_accepted)
-        if is_copy.any():
-            self._calibrations["lookup"].observe(np.zeros_like(log_odds), is_judged & is_copy, is_accepted)
+        is_lookup = np.isnan(log_odds)
+        self._calibrations[source].observe(np.nan_to_num(log_odds), is_judged & ~is_lookup, is_accepted)
+        if is_lookup.any():
+            self._calibrations["lookup"].observe(np.zeros_like(log_odds), is_judged & is_lookup, is_accepted)
 
 
 def log_odds(log_probabilities: Array) -> Array:

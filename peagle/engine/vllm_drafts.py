@@ -27,6 +27,8 @@ LOOKUP = "PEAGLE_LOOKUP_MIN_NGRAM"  # environment variable: the shortest n-gram;
 VERIFY = "PEAGLE_VERIFY"  # environment variable; if "auto", only drafts that are worth their time are verified
 # After this many steps, learn only from every eighth step, because learning takes as long as choosing.
 _LEARNING_STEPS = 64
+# An engine's first steps take up to ten times as long as later ones, so nothing is learned from their duration.
+_COLD_STEPS = 16
 _LEARN_EVERY = 8
 # One in this many steps verifies nothing, so that the time of a step without drafts is measured, not extrapolated.
 # Another one drafts K tokens, to learn how often the deepest drafts survive. The budget learns from both.
@@ -64,14 +66,14 @@ class SchedulerDrafts:
 
     def __init__(self, min_ngram: int | None, num_speculative_tokens: int, budget: DraftBudget | None) -> None:
         self._min_ngram, self._num_speculative_tokens, self._budget = min_ngram, num_speculative_tokens, budget
-        # Block hashes of recent requests, and the first block that the drafter's KV cache lacks.
+        # For recent requests with a gap: block hashes, and index of the first block missing in the drafter's KV cache.
         self._gaps: deque[tuple[Sequence[Any], int]] = deque(maxlen=_MAX_GAPS)
         self._num_steps = 0
         self._started_s = self._ended_s = 0.0
         self._step: DecodingStep | None = None  # the running step
         self._num_prompt_tokens = 0  # of the running step
         self._requests: dict[str, Any] = {}
-        # By kind of sampling, since the last learning: log-odds, numbers of verified and of accepted drafts.
+        # By kind of sampling, since the last `_learn`: log-odds, number of verified and number of accepted drafts.
         self._observed: dict[str, list[tuple[Array, int, int]]] = {"greedy": [], "sampled": []}
 
     def start_step(self, scheduler: Any, scheduled: Any) -> None:
@@ -179,7 +181,9 @@ class SchedulerDrafts:
         confidence: Confidence | None = getattr(drafted, "peagle_confidence", None)
         self._num_steps += 1
         drafter_s = confidence.drafter_s if confidence else 0.0
-        if self._step and self._num_prompt_tokens and drafter_s:
+        if self._num_steps == _COLD_STEPS:
+            budget.restart_trial()
+        if self._step and self._num_prompt_tokens and drafter_s and self._num_steps > _COLD_STEPS:
             budget.observe_prompts(self._step, self._num_prompt_tokens, drafter_s)
         if self._learns():
             self._learn(budget, drafter_s)
@@ -224,11 +228,11 @@ class SchedulerDrafts:
         return self._num_steps <= _LEARNING_STEPS or self._num_steps % _LEARN_EVERY == 0
 
     def _verifies_nothing(self) -> bool:
-        """Whether the next step explores what a step without drafts takes."""
+        """Whether the next step verifies nothing, to measure the time of a step without drafts."""
         return (self._num_steps + 1) % self._explore_every() == 0
 
     def _drafts_deepest(self) -> bool:
-        """Whether the next step explores how often the deepest drafts survive."""
+        """Whether the next step drafts K tokens, to learn how often the deepest drafts are accepted."""
         return (self._num_steps + 1) % self._explore_every() == self._explore_every() // 2
 
     def _explore_every(self) -> int:
@@ -236,7 +240,7 @@ class SchedulerDrafts:
 
     def _learn(self, budget: DraftBudget, drafter_s: float) -> None:
         """Learn from the step that ended, and from all drafts that were verified since the last call."""
-        if self._step and not self._num_prompt_tokens:
+        if self._step and not self._num_prompt_tokens and self._num_steps > _COLD_STEPS:
             target_s = max(self._ended_s - self._started_s - drafter_s, 0.0)
             budget.observe_step(self._step, target_s=target_s, drafter_s=drafter_s)
         for sampling_kind, observed in self._observed.items():
@@ -304,20 +308,20 @@ def change_drafts() -> None:
         self.peagle_drafts = _scheduler_drafts(vllm_config)
 
     @functools.wraps(schedule)
-    def schedule_and_start(self: Any, *arguments: Any, **options: Any) -> Any:
+    def schedule_and_start_step(self: Any, *arguments: Any, **options: Any) -> Any:
         scheduled = schedule(self, *arguments, **options)
         if self.peagle_drafts is not None:
             self.peagle_drafts.start_step(self, scheduled)
         return scheduled
 
     @functools.wraps(end)
-    def end_and_update(self: Any, *arguments: Any, **options: Any) -> Any:
+    def end_step_and_update(self: Any, *arguments: Any, **options: Any) -> Any:
         if self.peagle_drafts is not None:
             self.peagle_drafts.end_step()
         return end(self, *arguments, **options)
 
     @functools.wraps(update)
-    def update_changed(self: Any, draft_token_ids: Any) -> None:
+    def update_with_choice(self: Any, draft_token_ids: Any) -> None:
         if self.peagle_drafts is not None:
             self.peagle_drafts.update(self, draft_token_ids)
         update(self, draft_token_ids)
@@ -344,9 +348,9 @@ def change_drafts() -> None:
 
     RequestSpecDecodeMetrics.to_dict = to_dict_with_counts
     Scheduler.__init__ = init_with_drafts
-    Scheduler.schedule = schedule_and_start
-    Scheduler.update_from_output = end_and_update
-    Scheduler.update_draft_token_ids = update_changed
+    Scheduler.schedule = schedule_and_start_step
+    Scheduler.update_from_output = end_step_and_update
+    Scheduler.update_draft_token_ids = update_with_choice
     Scheduler.make_spec_decoding_stats = count_and_observe
 
 

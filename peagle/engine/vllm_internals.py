@@ -1,4 +1,4 @@
-"""Private and internal names of vLLM 0.29 (docs/upstream.md), without those in `vllm_plugin.py` and `vllm_drafts.py`.
+"""Uses of vLLM 0.29's private names (docs/upstream.md), except those in `vllm_plugin.py` and `vllm_drafts.py`.
 
 vLLM is imported in functions, after the environment variables that it reads have been set.
 """
@@ -23,7 +23,7 @@ def engine_dead_error() -> type[Exception]:
 
 
 def request_error() -> type[Exception]:
-    """Return the exception of a request on which vLLM failed without crashing."""
+    """Return the exception that vLLM raises if one request fails and the engine survives."""
     from vllm.v1.engine.exceptions import EngineGenerateError
 
     return EngineGenerateError  # type: ignore[no-any-return]
@@ -223,7 +223,7 @@ class ServeArguments:
 
     Attributes:
         names: all arguments, with underscores; `no_x` turns the switch `x` off.
-        of_engine: the arguments of the engine (`AsyncEngineArgs`); the others belong to the API server.
+        engine_fields: the arguments of the engine (`AsyncEngineArgs`); the others belong to the API server.
     """
 
     def __init__(self) -> None:
@@ -235,7 +235,7 @@ class ServeArguments:
         flags = {flag: action for flag, action in self._parser._option_string_actions.items() if flag.startswith("--")}
         self._actions = {flag.removeprefix("--").replace("-", "_"): action for flag, action in flags.items()}
         self.names = frozenset(self._actions)
-        self.of_engine = frozenset(field.name for field in dataclasses.fields(AsyncEngineArgs))
+        self.engine_fields = frozenset(field.name for field in dataclasses.fields(AsyncEngineArgs))
 
     def destination(self, name: str) -> str:
         """Return the name of the field that the argument sets: `x` for `no_x`."""

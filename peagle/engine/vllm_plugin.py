@@ -43,8 +43,8 @@ def register() -> None:
         add_confidence()
         fork_workers()
         load_compiled()
-        share_between_cores()
-        replace_kernel()
+        share_compiled_code()
+        replace_expand_kernel()
         probe_before_loading()
         normalize_each_layer()
 
@@ -95,9 +95,9 @@ def require_installed() -> None:
 def load_compiled() -> None:
     """Make vLLM load its compiled code on a CPU.
 
-    On CPUs, vLLM (0.29 to 0.32) compiles with torch's own backend and stores the function. On loading the
-    function, it calls `finalize_loading`, which only functions of vLLM's other backend have. vLLM logs the failure and
-    compiles again.
+    On CPUs, vLLM (0.29 to 0.32) compiles with torch's own backend and stores the compiled function. When vLLM loads
+    it, vLLM calls its method `finalize_loading`, which only functions of vLLM's other backend have. vLLM logs the
+    failure and compiles again.
     """
     from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable as Loaded
 
@@ -105,7 +105,7 @@ def load_compiled() -> None:
         Loaded.finalize_loading = lambda self, vllm_config: None  # type: ignore[attr-defined]
 
 
-def share_between_cores() -> None:
+def share_compiled_code() -> None:
     """Make the engines of a node share compiled code: key it by the number of CPU cores instead of their ids."""
     from vllm import envs
 
@@ -153,7 +153,7 @@ def expand(
     output.copy_(values.masked_fill(values == replace_from, replace_to).repeat_interleave(num_tokens))
 
 
-def replace_kernel() -> None:
+def replace_expand_kernel() -> None:
     """Replace vLLM's kernel with `expand`.
 
     vLLM's kernel copies each request's temperature, top-k and top-p for each of its draft tokens. Without Triton, vLLM
@@ -169,7 +169,7 @@ def replace_kernel() -> None:
 
 
 def probe() -> None:
-    """Test the kernel that this process samples with.
+    """Test the kernel with which this process copies sampling parameters to draft tokens.
 
     Raises:
         RuntimeError: drafts would be verified with values that differ from those of their requests.
@@ -355,8 +355,8 @@ def cut_at_stop_strings() -> None:
 def count_drafts_toward_min_tokens() -> None:
     """Allow the token after a draft to end a response, if the draft reaches `min_tokens`.
 
-    At each draft token, vLLM counts the draft tokens before it, but not at the token after the draft. So vLLM bans stop
-    tokens there although `min_tokens` is reached, and the response becomes longer than without a drafter.
+    At each draft token, vLLM counts the draft tokens before it. At the token after the draft, vLLM counts none of them.
+    So it bans stop tokens there although `min_tokens` is reached, and responses become longer than without a drafter.
     """
     from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
     from vllm.v1.sample.sampler import Sampler
@@ -380,7 +380,7 @@ def count_drafts_toward_min_tokens() -> None:
 
 @contextlib.contextmanager
 def _drafts_counted(processor: Any, drafts: Sequence[Sequence[int]]) -> Iterator[None]:
-    """Lift the bans of stop tokens for requests that reach `min_tokens` with their drafts (by index in the batch)."""
+    """Allow stop tokens in requests that reach `min_tokens` with their drafts (in the order of the batch)."""
     import torch
 
     reached = [

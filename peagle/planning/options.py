@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from peagle.economics.account import Shares
+from peagle.economics.account import TotalsByUse
 from peagle.economics.prices import MARKETS, Price, PriceTable, same_accelerator
 from peagle.errors import ConfigError, PriceError
 from peagle.planning.config import PlanConfig
@@ -164,7 +164,7 @@ class Estimate:
 
     num_machines: int
     wall_s: float
-    device_s: Shares
+    device_s: TotalsByUse
     usd: float
     num_tokens: float
 
@@ -188,7 +188,7 @@ def estimate(machine: Machine, num_machines: int, num_tokens: float, *, provisio
     work_s = num_tokens / (num_machines * machine.num_engines * machine.tokens_per_s)
     paid_s = machine.start_s + work_s / machine.useful_share
     num_used_devices = machine.num_engines * machine.devices_per_engine * num_machines
-    device_s = Shares(
+    device_s = TotalsByUse(
         load=num_used_devices * machine.start_s,
         busy=num_used_devices * work_s,
         idle=(machine.price.num_devices * num_machines - num_used_devices) * paid_s,

@@ -64,7 +64,7 @@ def make_plan(config: PlanConfig) -> dict[str, Any]:
 
 
 def option_dict(option: Option, config: PlanConfig) -> dict[str, Any]:
-    cell, price, job = option.cell, option.machine.price, option.estimate
+    cell, price, estimate = option.cell, option.machine.price, option.estimate
     return {
         "instance_type": price.instance_type,
         "place": f"{price.provider} {price.region}".strip(),
@@ -81,12 +81,12 @@ def option_dict(option: Option, config: PlanConfig) -> dict[str, Any]:
         "acceptance_length": cell.acceptance_length,
         "num_machines": option.num_machines,
         "num_engines": option.num_engines,
-        "hours": job.wall_s / 3600 if job else None,
-        "usd": job.usd if job else None,
+        "hours": estimate.wall_s / 3600 if estimate else None,
+        "usd": estimate.usd if estimate else None,
         "usd_per_h": option.usd_per_h,
         "usd_per_million_tokens": option.usd_per_million_tokens(config.tokens_per_s),
-        "lost_share": job.lost_share if job else 1 - option.machine.useful_share,
-        "device_s": asdict(job.device_s) if job else None,
+        "lost_share": estimate.lost_share if estimate else 1 - option.machine.useful_share,
+        "device_s": asdict(estimate.device_s) if estimate else None,
     }
 
 
@@ -124,14 +124,14 @@ def _sensitivity(chosen: Option, config: PlanConfig) -> list[dict[str, Any]]:
 def _break_even(chosen: Option, config: PlanConfig) -> float | None:
     """Return the acceptance length below which the fastest possible cell without a drafter is cheaper."""
     length = chosen.cell.acceptance_length
-    undrafted = [
+    cells_without_drafter = [
         cell
         for cell in chosen.sweep.cells
         if not cell.has_drafter and _is_possible(with_cell(chosen, cell, config), config)
     ]
-    if length is None or not undrafted or not chosen.cell.drafts_each_step:
+    if length is None or not cells_without_drafter or not chosen.cell.drafts_each_step:
         return None
-    best = max(cell.output_tokens_per_s for cell in undrafted)
+    best = max(cell.output_tokens_per_s for cell in cells_without_drafter)
     # The arguments are step times: a step yields the acceptance length in tokens, or one token without drafts.
     return break_even_acceptance_length(length / chosen.cell.output_tokens_per_s, 1 / best)
 
@@ -207,7 +207,7 @@ def _sentence(option: Mapping[str, Any], *, has_several_sources: bool) -> str:
     fleet = f"{option['num_machines']} x {option['instance_type']} {option['market'].replace('_', '-')}"
     count = f"{option['num_engines']} engine{'s' if option['num_engines'] > 1 else ''}"
     engines = f"{count}, {option['label']}, {option['concurrency']} concurrent requests each"
-    engines += f", as measured in {_measured(option)}" if has_several_sources else ""
+    engines += f", as measured in {_measurement_name(option)}" if has_several_sources else ""
     price = f"{format_usd(option['usd_per_million_tokens'])} per million tokens"
     if option["usd"] is None:
         return f"{fleet}: {engines}; {format_usd(option['usd_per_h'])} an hour, {price}."
@@ -227,13 +227,13 @@ def _option_rows(options: Sequence[Mapping[str, Any]], *, has_several_sources: b
             str(option["concurrency"]),
             *_cost(option),
             format_share(option["lost_share"]),
-            *([_measured(option)] if has_several_sources else []),
+            *([_measurement_name(option)] if has_several_sources else []),
         ]
         for option in options
     ]
 
 
-def _measured(option: Mapping[str, Any]) -> str:
+def _measurement_name(option: Mapping[str, Any]) -> str:
     return f"{option['measured']} ({option['precision']})" if option["precision"] else str(option["measured"])
 
 
@@ -242,10 +242,10 @@ def _sensitivity_rows(plan: Mapping[str, Any]) -> list[list[str]]:
     columns = ["acceptance length", "tokens/s of an engine", "machines", "hours", "dollars", "$/M tokens"]
     rows = [[*columns, *(["not possible"] if exceeds_a_limit else [])]]
     for option in plan["sensitivity"]:
-        measured = " (measured)" if option["factor"] == 1 else f" ({option['factor'] - 1:+.0%})"
+        change = " (measured)" if option["factor"] == 1 else f" ({option['factor'] - 1:+.0%})"
         rows.append(
             [
-                f"{option['acceptance_length']:.2f}{measured}",
+                f"{option['acceptance_length']:.2f}{change}",
                 f"{option['output_tokens_per_s']:,.1f}",
                 f"{option['num_machines']:,}",
                 *_cost(option),

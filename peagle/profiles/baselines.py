@@ -62,7 +62,7 @@ def _by_concurrency(cells: Sequence[Cell], method: str, k: int) -> dict[int, Cel
 
 def baseline_of_table(table: StepTable, method: str, k: int) -> Baseline | None:
     """Return the baseline of a method and K from the table of a model card, or None."""
-    row, plain = table.row(method, k), table.plain
+    row, plain = table.row(method, k), table.row_without_drafter
     if row is None:
         return None
     unknown: list[float | None] = [None] * len(table.concurrency)

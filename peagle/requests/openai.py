@@ -190,7 +190,7 @@ _REQUEST_FAULTS = frozenset(
 
 
 def output_line(row: Mapping[str, Any], *, custom_id: str, is_chat: bool, created: int, run_id: str) -> dict[str, Any]:
-    """Return a line of the output file. It only depends on the arguments, so each export of a run has the same bytes.
+    """Return a line of the output file. The line only depends on the arguments, so exports of a run are equal.
 
     Args:
         row: an output row of a run, with the columns of `ANSWER_COLUMNS` that exist in the run.
@@ -204,7 +204,7 @@ def output_line(row: Mapping[str, Any], *, custom_id: str, is_chat: bool, create
 
 
 def error_line(dead_letter: Mapping[str, Any], *, custom_id: str | None, run_id: str) -> dict[str, Any]:
-    """Return a line of the error file: with an error response (400) for an invalid request, else with an error."""
+    """Return a line of the error file. Only an invalid request has a response (400); otherwise `error` is set."""
     response_id = _response_id(run_id, dead_letter["id"])
     line = {"id": f"batch_req_{response_id}", "custom_id": custom_id, "response": None, "error": None}
     if dead_letter["reason"] not in _REQUEST_FAULTS:

@@ -127,7 +127,7 @@ class RequestSampling(SamplingOptions):
         if unknown := sorted(names.difference(valid)):
             raise ValueError(f"unknown {shown(unknown[0])}: {did_you_mean(unknown[0], valid)}")
         if value is not None and len(names.intersection(_CONSTRAINTS)) != 1:
-            raise ValueError(f"requires one of {', '.join(_CONSTRAINTS)}")
+            raise ValueError(f"requires exactly one of {', '.join(_CONSTRAINTS)}")
         if error := constraint_error({"structured_outputs": value}):
             raise ValueError(error[1])
         return value

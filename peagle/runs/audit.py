@@ -79,11 +79,11 @@ class FilesAudit:
 
 @dataclass(frozen=True, kw_only=True)
 class Audit:
-    """The result of an audit. `target` and `rows` describe the sample; they are None and empty without a sample."""
+    """The result of an audit. `engine` and `rows` describe the sample; they are None and empty without a sample."""
 
     path: str
     files: FilesAudit
-    target: AuditedEngine | None = None
+    engine: AuditedEngine | None = None
     seed: int = 0
     rows: tuple[RowAudit, ...] = ()
 
@@ -95,10 +95,10 @@ class Audit:
         files = self.files
         counts = {name: value for name, value in vars(files).items() if name.startswith("num_")}
         regenerated = None
-        if self.target is not None:
+        if self.engine is not None:
             regenerated = {
-                "precision": self.target.precision,
-                "max_tie": self.target.max_tie,
+                "precision": self.engine.precision,
+                "max_tie": self.engine.max_tie,
                 "seed": self.seed,
                 **{f"num_{outcome}": count for outcome, count in self._outcomes().items()},
                 "rows": [row.to_dict() for row in self.rows],
@@ -121,9 +121,9 @@ class Audit:
             f"of {files.num_rows_planned:,} planned",
             "output tokens": f"{files.num_output_tokens:,} committed, {files.num_lost_tokens:,} lost",
         }
-        if self.target is not None:
+        if self.engine is not None:
             figures["without drafter"] = ", ".join(f"{count:,} {name}" for name, count in self._outcomes().items())
-            figures["tie"] = f"log-probabilities at most {self.target.max_tie:g} apart"
+            figures["tie"] = f"log-probabilities at most {self.engine.max_tie:g} apart"
         lines = [self.path, *(f"  {name:<16} {value}" for name, value in figures.items())]
         lines += [f"  note: {note}" for note in files.notes]
         lines += _table_of_rows(self.rows)
@@ -164,13 +164,13 @@ def audit(
     except PeagleError as error:
         finding = Finding(kind="damaged", where="run.json", message=error.message)
         return Audit(path=str(run), files=FilesAudit(findings=[finding]))
-    target = audited_engine(manifest, max_tie) if num_rows else None
+    engine = audited_engine(manifest, max_tie) if num_rows else None
     files = audit_files(run, manifest)
-    if target is None:
+    if engine is None:
         return Audit(path=str(run), files=files)
     sample = sample_rows(files.rows_by_unit, num_rows, seed)
-    rows = audit_rows(run, manifest, target, sample, announce, start)
-    return Audit(path=str(run), files=files, target=target, seed=seed, rows=tuple(rows))
+    rows = audit_rows(run, manifest, engine, sample, announce, start)
+    return Audit(path=str(run), files=files, engine=engine, seed=seed, rows=tuple(rows))
 
 
 def _table_of_rows(rows: Sequence[RowAudit]) -> list[str]:
@@ -200,7 +200,7 @@ def audit_files(run: RunDirectory, manifest: dict[str, Any]) -> FilesAudit:
     audit.num_units_planned, audit.num_rows_planned = len(plan.units), plan.num_rows
     _check_plan(audit, plan, manifest)
     retried_rows = plan.retried_rows()
-    # Retried rows are positions in the unit's span. `row_id` expects such positions only if `rows` is None.
+    # Retried rows are positions in the unit's span; `row_id` accepts these only of a unit whose `rows` is None.
     whole_units = (replace(unit, rows=None) for unit in plan.units if unit.unit in retried_rows)
     retried = {unit.unit: frozenset(map(unit.row_id, retried_rows[unit.unit])) for unit in whole_units}
     units = _audit_units(audit, run, plan, manifest, retried)
@@ -278,7 +278,7 @@ def _check_retries(audit: FilesAudit, plan: Plan, units: dict[int, "UnitAudit"],
             audit.add("plan", where, f"retries rows that unit {earlier.unit} does not have")
         elif earlier_audit is None:
             audit.add("lost", where, f"retries dead letters of unit {earlier.unit}, which is not committed")
-        # A unit that ran again after the retry skipped the retried rows, so they are not among its dead letters.
+        # If a unit ran again after its retry, it skipped the retried rows: none of them is among its dead letters.
         elif not earlier_audit.findings and letter_ids & retried_ids and letter_ids - retried_ids:
             audit.add("plan", where, f"does not retry all dead letters of unit {earlier.unit}")
 
@@ -334,8 +334,8 @@ def _check_other_files(audit: FilesAudit, run: RunDirectory, plan_name: str, val
     for folder, pattern in _FILES_BY_FOLDER.items():
         for name in _list_names(run.root / folder):
             where = f"{folder}/{name}"
-            is_orphan = folder == "suspects" or (folder == "failed" and name not in valid_letter_files)
-            if name.endswith(TEMPORARY_SUFFIX) or (pattern.fullmatch(name) and is_orphan):
+            is_leftover = folder == "suspects" or (folder == "failed" and name not in valid_letter_files)
+            if name.endswith(TEMPORARY_SUFFIX) or (pattern.fullmatch(name) and is_leftover):
                 leftovers.append(where)
             elif not pattern.fullmatch(name):
                 audit.add("foreign", where, "not a file of a run")
@@ -520,7 +520,7 @@ def _read_letters(run: RunDirectory, unit: WorkUnit, name: str) -> tuple[list[di
 def _id_problems(
     unit: WorkUnit, ids: Sequence[str], letter_ids: Sequence[str], retried: frozenset[str]
 ) -> Iterator[tuple[str, str]]:
-    """Yield problems (kind, message): ids not in exactly one row or dead letter, and retried ids with a row here."""
+    """Yield (kind, message) for ids not in exactly one row or dead letter, and for retried ids that have a row here."""
     planned = {unit.row_id(index) for index in range(unit.num_rows)}
     counts = Counter(ids) + Counter(letter_ids)
     if missing := planned - retried - counts.keys():

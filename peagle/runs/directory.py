@@ -179,7 +179,7 @@ class RunDirectory:
         return self.with_retries(_parse_file(self.root / self._plan_name(), plan_from_bytes))
 
     def with_retries(self, plan: Plan) -> Plan:
-        """Return a plan of this corpus with the units of all retries, in planning order."""
+        """Add the units of all retries to a plan of this corpus, in the order in which they were planned."""
         for path in self._retry_plans():
             plan = plan.with_retries(_parse_file(path, retries_from_bytes))
         return plan
@@ -377,7 +377,7 @@ def read_rows(
     """Yield the rows of a unit in batches, by default with all columns; raises PeagleError if the file is damaged.
 
     Args:
-        as_stored: use the names of the file instead of the internal ones (`columns.py`).
+        as_stored: use the column names in the file instead of the internal ones (`columns.py`).
     """
     try:
         with open_to_read(path) as file, pq.ParquetFile(file, pre_buffer=False) as parquet:

@@ -93,7 +93,7 @@ def _export(run: RunDirectory, output_format: Format, *, partial: bool, force: b
 
 
 def _commits_digest(run: RunDirectory, units: list[int]) -> str:
-    """Return a digest of the engine process and the time of each unit's commit."""
+    """Return a digest of when, and by which engine process, each unit was committed."""
     run.read_ahead(units)
     digest = hashlib.sha256()
     for unit in units:
@@ -214,7 +214,7 @@ class _OpenAiFormatter(_JsonFormatter):
             dead_letter["message"] = "the engine failed on this request; the request can be retried"
         custom_id = row.get("custom_id") if isinstance(row, dict) else None
         if custom_id is None and not self._is_openai_batch:
-            custom_id = dead_letter["id"]  # in an OpenAI batch, this could be the custom_id of another request
+            custom_id = dead_letter["id"]  # in an OpenAI batch, a row id could be another request's custom_id
         return error_line(dead_letter, custom_id=None if custom_id is None else str(custom_id), run_id=self._run_id)
 
 

@@ -13,7 +13,7 @@ from peagle.economics.account import require_devices, require_sessions
 from peagle.economics.baseline import recorded_baseline
 from peagle.economics.ledger import REQUEST_FILES, SESSION_FILES, read_session_at, read_sessions
 from peagle.economics.prices import Price
-from peagle.economics.report.figures import session_labels
+from peagle.economics.report.figures import cost_notes
 from peagle.economics.request_work import read_request_totals
 from peagle.economics.spending import Ledger, SpendingGroup, day_of
 from peagle.economics.tags import tags_to_text
@@ -69,13 +69,12 @@ def find_ledgers(sources: Sequence[str], benchmark: Benchmark | None = None) -> 
         _with_benchmark(_run_ledger(name, run), None if name in incomparable else benchmark)
         for name, run in unbilled.items()
     ]
-    names_by_label: defaultdict[str, list[str]] = defaultdict(list)
+    names_by_note: defaultdict[str, list[str]] = defaultdict(list)
     for ledger in ledgers:
-        for label in session_labels(ledger.sessions):
-            names_by_label[label].append(ledger.run)
+        for note in cost_notes(ledger.sessions):
+            names_by_note[note].append(ledger.run)
     notes += [
-        f"{label} ({len(names)} of {len(ledgers)} sources: {_shorten(names)})"
-        for label, names in names_by_label.items()
+        f"{note} ({len(names)} of {len(ledgers)} sources: {_shorten(names)})" for note, names in names_by_note.items()
     ]
     return FoundLedgers(ledgers=tuple(ledgers), notes=tuple(notes))
 
@@ -139,7 +138,7 @@ def _classify(folders: Mapping[str, StoragePath]) -> tuple[dict[str, RunDirector
     """Return runs, endpoints' states, and the names of other folders. A folder with several names gets the first."""
     runs, state_folders, other_names = dict[str, RunDirectory](), dict[str, StoragePath](), list[str]()
     response_runs = {name: _response_runs(name, folder) for name, folder in folders.items()}
-    named_folders = [*folders.items(), *(run for runs_of in response_runs.values() for run in runs_of.items())]
+    named_folders = [*folders.items(), *(named for by_name in response_runs.values() for named in by_name.items())]
     by_location = {}
     for name, folder in reversed(named_folders):
         location = str(folder) if is_remote(folder) else str(user_path(str(folder)).resolve())
@@ -148,7 +147,7 @@ def _classify(folders: Mapping[str, StoragePath]) -> tuple[dict[str, RunDirector
         run = RunDirectory(folder)
         if run.exists and "plan" in run.manifest():  # the run.json of a training run has no plan
             runs[name] = run
-        elif _is_state(folder):
+        elif _has_ledger(folder):
             state_folders[name] = folder
         elif not response_runs.get(name):
             other_names.append(name)
@@ -161,15 +160,15 @@ def _response_runs(name: str, folder: StoragePath) -> dict[str, StoragePath]:
     return {f"{name.rstrip('/')}/{_RESPONSES}/{run.name}": run for run in runs if RunDirectory(run).exists}
 
 
-def _is_state(folder: StoragePath) -> bool:
+def _has_ledger(folder: StoragePath) -> bool:
     """Return whether a folder has the ledger of an endpoint, a benchmark or a training run."""
     return any(next((folder / "ledger").glob(files), None) for files in (SESSION_FILES, REQUEST_FILES))
 
 
 def require_runs(locations: Sequence[str]) -> None:
-    """Raise ConfigError if a location is the state of an endpoint; the hint names the command for it."""
+    """Raise ConfigError if a location is the state of an endpoint. The hint is the command that shows its cost."""
     for location in locations:
-        if not RunDirectory(location).exists and _is_state(storage_path(location)):
+        if not RunDirectory(location).exists and _has_ledger(storage_path(location)):
             raise ConfigError(
                 f"{location} is the state of an endpoint, not a run",
                 hint=f"peagle cost {location} --by day,key shows its cost and savings",
@@ -177,7 +176,7 @@ def require_runs(locations: Sequence[str]) -> None:
 
 
 def _batch_id(manifest: dict[str, Any]) -> str | None:
-    """Return the id of a run's batch, or None."""
+    """Return the id of the batch (`/v1/batches`) that a run executes, or None."""
     command = list(manifest.get("command") or [])
     return str(command[2]) if command[:2] == ["POST", "/v1/batches"] and len(command) > 2 else None
 

@@ -172,7 +172,7 @@ def make_plan(
     Args:
         cut: how an earlier plan was split; None for the configured `rows_per_unit`, or automatic sizes.
         max_num_seqs: used if the configuration does not set it.
-        earlier_fingerprint: a fingerprint to compare with; the new one has the same version.
+        earlier_fingerprint: a fingerprint to compare with; the new one uses the same version of the algorithm.
     """
     notes: list[str] = []
     files = find_files(config.input, config.input_format, exclude=str(config.output), announce=notes.append)

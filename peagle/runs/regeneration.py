@@ -63,7 +63,7 @@ class RowAudit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _SampledRow:
+class _RowToRegenerate:
     """A committed row with its request."""
 
     id: str
@@ -125,7 +125,7 @@ def audit_rows(
     run_sampling = manifest["fingerprint"]["sampling"]
     base_sampling = {name: value for name, value in run_sampling.items() if name not in ("column", "seed")}
     columns = ["id", "response", "finish_reason", "num_prompt_tokens", "num_output_tokens", "completions"]
-    audits_or_samples: list[RowAudit | _SampledRow] = []
+    audits_or_samples: list[RowAudit | _RowToRegenerate] = []
     for unit_number, unit_positions in positions.items():
         with open_to_read(run.unit_path(unit_number)) as file:
             table = read_table(file)
@@ -134,7 +134,7 @@ def audit_rows(
         audits_or_samples += _samples(
             units[unit_number], committed_rows, builder, base_sampling, parser, is_fake=audited.is_fake
         )
-    samples = [item for item in audits_or_samples if isinstance(item, _SampledRow)]
+    samples = [item for item in audits_or_samples if isinstance(item, _RowToRegenerate)]
     audits = _regenerate(samples, audited, announce, start) if samples else {}
     return [item if isinstance(item, RowAudit) else audits[item.id] for item in audits_or_samples]
 
@@ -173,13 +173,13 @@ def _samples(
     parser: ResponseParser | None,
     *,
     is_fake: bool,
-) -> list[RowAudit | _SampledRow]:
+) -> list[RowAudit | _RowToRegenerate]:
     """Return the rows of one unit with their requests, or why they cannot be compared."""
     try:
         raw_rows = list(read_span(unit.span))
     except InputError as error:
         return [RowAudit(id=row["id"], skipped=f"the input cannot be read: {error.message}") for row in rows]
-    audits_or_samples: list[RowAudit | _SampledRow] = []
+    audits_or_samples: list[RowAudit | _RowToRegenerate] = []
     for row in rows:
         raw = raw_rows[int(row["id"]) - unit.first_id]
         request = RowError(reason=raw.reason, message=raw.error) if raw.error else builder.build(raw.columns)
@@ -201,13 +201,15 @@ def _samples(
             num_output_tokens=row["num_output_tokens"],
         )
         audits_or_samples.append(
-            _SampledRow(id=row["id"], committed=committed, prompt_token_ids=request.prompt_token_ids, sampling=sampling)
+            _RowToRegenerate(
+                id=row["id"], committed=committed, prompt_token_ids=request.prompt_token_ids, sampling=sampling
+            )
         )
     return audits_or_samples
 
 
 def _regenerate(
-    samples: Sequence[_SampledRow], audited: AuditedEngine, announce: Callable[[str], None], start: StartEngine
+    samples: Sequence[_RowToRegenerate], audited: AuditedEngine, announce: Callable[[str], None], start: StartEngine
 ) -> dict[str, RowAudit]:
     announce(f"starting {audited.spec.model} without a drafter, {audited.precision}")
     if audited.is_fake:
@@ -233,13 +235,13 @@ def _regenerate(
 
 
 async def _generate_all(
-    engine: Engine, samples: Sequence[_SampledRow], audited: AuditedEngine, announce: Callable[[str], None]
+    engine: Engine, samples: Sequence[_RowToRegenerate], audited: AuditedEngine, announce: Callable[[str], None]
 ) -> dict[str, RowAudit]:
     slots = asyncio.Semaphore(audited.spec.max_num_seqs)
     tokenizer: Any = tokenizer_of(None if audited.is_fake else audited.spec.model, audited.spec.revision)
     special_tokens = tuple(getattr(tokenizer, "all_special_tokens", ()))
 
-    async def generate(sample: _SampledRow) -> RowAudit:
+    async def generate(sample: _RowToRegenerate) -> RowAudit:
         sampling = {**sample.sampling, "logprobs": NUM_LIKELIEST}
         async with slots:
             try:

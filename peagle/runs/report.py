@@ -77,14 +77,14 @@ def _write_report(run: RunDirectory) -> dict[str, Any]:
     report["timeline"] = unit_times.timeline(sessions, price)
     report["self_checks"] = count_outcomes(session.self_check for session in sessions)
     report["notes"] += [f"{note}." for note in plan.notes]
-    for name, read in (("rows", row_figures), ("failures", failures)):
+    for name, read in (("rows", row_statistics), ("failures", failures)):
         try:
             report[name] = read(run)
         except PeagleError as error:
             report[name] = None
             report["notes"].append(f"The {name} are not shown: {error.message}")
     with converted_write_errors(
-        run, hint="free some space, or make the folder writable; peagle status and peagle audit need neither"
+        run, hint="free some space, or make the folder writable; peagle status and peagle audit only read"
     ):
         write_json(run.root / "report.json", report)
         write_atomic(run.root / "report.html", render_html(report).encode())
@@ -98,7 +98,7 @@ def _sessions_read_last(run: RunDirectory) -> Iterator[EngineSession]:
 
 # --- rows
 
-MAX_UNITS = 256  # of each, up to `BATCH_ROWS` rows are read
+MAX_UNITS = 256  # maximum units to read, with up to `BATCH_ROWS` rows each
 _NUM_READERS = 16
 _MEASURED_COLUMNS = ("num_prompt_tokens", "num_output_tokens", "ttft_s", "latency_s")
 _COLUMNS = frozenset({"finish_reason", *_MEASURED_COLUMNS})
@@ -108,7 +108,7 @@ _MIN_BARS = 6  # `grid_step` makes up to four times as many
 _NUM_INPUTS, _INPUT_CHARS, _ANSWER_CHARS, _MESSAGE_CHARS = 6, 600, 1200, 200
 
 
-def row_figures(run: RunDirectory) -> dict[str, Any] | None:
+def row_statistics(run: RunDirectory) -> dict[str, Any] | None:
     """Return statistics of committed rows, or None without rows.
 
     Only the first rows of a unit are read, and at most `MAX_UNITS` units, evenly spread over the run.
@@ -193,7 +193,7 @@ def _spread_evenly(units: Sequence[int], max_units: int) -> list[int]:
 
 
 def _samples(units: Sequence[tuple[StoragePath, int]]) -> list[dict[str, Any]]:
-    """Return the first, the middle and the last of the rows read. `units` are paths with their numbers of rows read."""
+    """Return the first, the middle and the last of the rows read. `units`: paths, and how many rows were read."""
     row_ends = list(accumulate(num_rows for _, num_rows in units))
     rows = []
     for row_number in dict.fromkeys((0, row_ends[-1] // 2, row_ends[-1] - 1)):

@@ -106,7 +106,7 @@ class PreparedUnit:
         row = RawRow(to_values(batch)[0])
         self.dead_letters[index] = _letter(error, row)
 
-    def letters(self) -> list[dict[str, Any]]:
+    def dead_letter_records(self) -> list[dict[str, Any]]:
         """Return the dead letters with row id, unit and attempt."""
         return [
             {"id": self.unit.row_id(index), "unit": self.unit.unit, "attempt": self.unit.attempt, **letter}

@@ -36,7 +36,7 @@ class EngineRange:
         """The number of engines if it is fixed, or None."""
         return self.smallest if self.smallest == self.largest else None
 
-    def at_start(self, room: int, num_units: int, units_per_engine: int) -> int:
+    def initial_number(self, room: int, num_units: int, units_per_engine: int) -> int:
         """Return the number of engines to start with. `room` is the number of engines that fit in the cluster."""
         return max(self.smallest, min(self.largest, room, num_units // units_per_engine))
 

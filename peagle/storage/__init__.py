@@ -61,7 +61,7 @@ class StoragePath(Protocol):
 
 
 def storage_path(location: "str | StoragePath") -> StoragePath:
-    """Parse a path, or a folder as `s3://bucket/folder`; raises ConfigError if the location is invalid.
+    """Parse a local path, or an S3 location such as `s3://bucket/folder`; raises ConfigError if it is invalid.
 
     >>> str(storage_path("s3://bucket/runs/first/") / "run.json")
     's3://bucket/runs/first/run.json'

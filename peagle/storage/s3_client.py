@@ -31,7 +31,7 @@ SHORT_PATIENCE_S = 15.0  # for a store that never responded, or stopped respondi
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.2, 10.0
 _WRITER_KEY = "peagle-writer"
 _store_lock = threading.Lock()
-_MAX_CACHED, _MAX_CACHED_BYTES = 4096, 1 << 15  # objects in the cache, and bytes of each; for heartbeats and the like
+_MAX_CACHED, _MAX_CACHED_BYTES = 4096, 1 << 15  # for small objects, such as heartbeats; bytes are per object
 
 
 # --- errors
@@ -213,7 +213,7 @@ class ObjectStore:
         return int(response["ContentLength"])
 
     def entries(self, folder: Address, prefix: str = "", *, page_size: int = 1000) -> Iterator[ListEntry]:
-        """Yield the entries of a folder that start with `prefix`, sorted within a page."""
+        """Yield the entries of a folder that start with `prefix`: in each page, sorted objects, then sorted folders."""
         key_prefix = f"{folder.key}/" if folder.key else ""
         continuation: dict[str, str] = {}
         while True:

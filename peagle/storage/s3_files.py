@@ -86,7 +86,7 @@ def open_to_write(store: ObjectStore, address: Address) -> Iterator[BinaryIO]:
 def abort_uploads(store: ObjectStore, folder: Address, older_than_s: float) -> int:
     """Abort the multipart uploads that killed writers left in a folder; return their number.
 
-    An upload does not name its writer, so all uploads that are older by the store's clock are aborted.
+    An upload does not name its writer, so all uploads that are old enough by the store's clock are aborted.
     """
     list_uploads = functools.partial(store.api.list_multipart_uploads, Bucket=folder.bucket, Prefix=f"{folder.key}/")
     listing = store.request(f"{folder}: cannot be listed", folder, list_uploads)

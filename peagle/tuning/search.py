@@ -52,7 +52,7 @@ class Score:
 
 
 class Durations:
-    """Seconds of engine starts and passes. Unknown durations are estimated from similar ones, or are 0 without any."""
+    """Seconds of engine starts and passes. Unknown ones are estimated from similar ones; 0 if there are none."""
 
     def __init__(self) -> None:
         self._start_s: defaultdict[str, list[float]] = defaultdict(list)

@@ -221,7 +221,7 @@ class GenerateConfig(FakeEngineOptions, PriceOptions, TagOptions, PromptOptions,
     @field_validator("json_schema", mode="before")
     @classmethod
     def _read_schema_file(cls, value: Any) -> Any:
-        """Replace the name of a file by its content, so that the content is stored."""
+        """Replace the path of a file with its content, so that run.json has the content."""
         if not isinstance(value, str) or value.lstrip().startswith("{"):
             return value
         try:

@@ -17,7 +17,7 @@ from pipelines.batch.request import RunRequest
 from pipelines.batch.resolve import ResolvedRun, resolve
 from pipelines.cluster import inspection, ray
 from pipelines.cluster.connection import Connection
-from pipelines.cluster.placement import on_accelerators
+from pipelines.cluster.placement import accelerator_placement
 
 _NO_RUN_HINT = "remove --retry-failed to start a run"
 
@@ -115,7 +115,7 @@ def replan(request: RunRequest, directory: RunDirectory) -> Plan:
 
 
 def hardware_for(request: RunRequest, directory: RunDirectory, announce: Callable[[str], None]) -> Hardware:
-    """Return the hardware of a node for the engines. A finished run keeps its hardware.
+    """Return the hardware of a node on which engines can run; for a finished run, its recorded hardware.
 
     Raises:
         ConfigError: the run was started on different hardware than is requested now.
@@ -168,7 +168,7 @@ def _available_hardware(request: RunRequest, announce: Callable[[str], None]) ->
     per_engine, num_nodes = config.accelerators_per_engine, config.nodes_per_engine
     accelerator_type = config.accelerator_type
     if accelerator_type is not None:
-        placement = on_accelerators(per_engine, nodes_per_engine=num_nodes, accelerator_type=accelerator_type)
+        placement = accelerator_placement(per_engine, nodes_per_engine=num_nodes, accelerator_type=accelerator_type)
         if ray.room_for(placement) < config.engine_range.smallest:
             require_price(config, placement.accelerator_type)
         ray.require_capacity(

@@ -42,9 +42,9 @@ from pipelines.cluster.placement import Placement, place
 # tokens/s (48 prompts of 128 tokens, EAGLE-3, K=3, 8 requests, `peagle generate --ignore-eos`, 2 busy cores of an AMD
 # EPYC with AVX-512, 2026-11-28).
 _CPU_COMPILING_S, _CPU_SAVED_S_PER_TOKEN_BYTE = 60.0, 2.1e-3 / 0.27e9  # per byte of weights
-# On a GPU, compiling takes 68 s with the capture of CUDA graphs (H200, shape of Qwen3-Coder-30B-A3B, no drafter). It
-# saves at most the whole time of an uncompiled step: 20 ms for SmolLM2-135M with 30 layers and its P-EAGLE head, which
-# is 0.6 ms per layer (same GPU, shared with training; benchmarks/gpu/2026-11-27-h200-first-engines.md).
+# On a GPU, compiling and capturing CUDA graphs take 68 s together (H200, shape of Qwen3-Coder-30B-A3B, no drafter).
+# They save at most the whole time of an uncompiled step: 20 ms for SmolLM2-135M with 30 layers and its P-EAGLE head,
+# which is 0.6 ms per layer (same GPU, shared with training; benchmarks/gpu/2026-11-27-h200-first-engines.md).
 _GPU_COMPILING_S, _GPU_SAVED_S_PER_STEP_LAYER = 68.0, 0.6e-3
 
 
@@ -255,7 +255,7 @@ def may_skip_compiling(options: EngineOptions, spec: EngineSpec) -> bool:
 
 
 def _is_worth_compiling(config: GenerateConfig, plan: Plan, hardware: Hardware, engine: ResolvedEngine) -> bool:
-    """Return whether compiling saves more time than it takes, or may not be skipped."""
+    """Return whether compiling saves more time than it takes, or must not be skipped."""
     footprint, num_tokens = footprint_of(engine.model), plan.num_rows * config.max_tokens
     if config.engine == "fake" or footprint is None or not may_skip_compiling(config, engine.spec):
         return True

@@ -105,7 +105,7 @@ def open_run(request: RunRequest, run: ResolvedRun, progress: RunProgress) -> It
         run.directory.hold(lease)
         plan = create_or_continue(request, run)
         if request.config.retry_failed:
-            plan = _retry(run.directory, plan, progress)
+            plan = _add_retries(run.directory, plan, progress)
         yield replace(run, plan=plan)
 
 
@@ -118,7 +118,7 @@ def create_or_continue(request: RunRequest, run: ResolvedRun) -> Plan:
     directory = run.directory
     if not directory.exists and directory.create(manifest(request, run), run.plan):
         return run.plan
-    # If another driver created the run, its plan might be split differently, and only the stored plan is valid.
+    # If another driver created the run, its plan might have different units, and only the stored plan is valid.
     stored_manifest, current_plan = directory.manifest(), replan(request, directory)
     provenance.require_same_fingerprint(
         stored_manifest["fingerprint"], run.fingerprint(current_plan.corpus_fingerprint), str(directory)
@@ -169,7 +169,7 @@ def manifest(request: RunRequest, run: ResolvedRun) -> dict[str, Any]:
     }
 
 
-def _retry(directory: RunDirectory, plan: Plan, progress: RunProgress) -> Plan:
+def _add_retries(directory: RunDirectory, plan: Plan, progress: RunProgress) -> Plan:
     plan_with_retries = plan_retry(directory, plan)
     retry_units = plan_with_retries.units[len(plan.units) :]
     if retry_units:

@@ -164,7 +164,7 @@ def _dataset(run: ResolvedRun, units: Sequence[WorkUnit]) -> Any:
             compute=ActorPoolStrategy(
                 min_size=engines.smallest,
                 max_size=engines.largest,
-                initial_size=engines.at_start(cluster.room_for(run.placement), len(units), calls_per_engine),
+                initial_size=engines.initial_number(cluster.room_for(run.placement), len(units), calls_per_engine),
                 max_concurrent_calls_per_actor=calls_per_engine,
                 max_tasks_in_flight_per_actor=calls_per_engine + 1,  # one waits in the actor's queue
             ),

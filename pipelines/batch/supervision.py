@@ -242,7 +242,7 @@ class Supervisor:
         return math.ceil(suggested_usd / step) * step
 
     def _deadline_flags(self) -> dict[str, str | None]:
-        """Return the flag to resume with: `none` replaces a fixed time, which has passed; a duration stays as it is."""
+        """Return the flag to resume with: `none` instead of a fixed time, which has passed; no flag for a duration."""
         deadline = self._run.config.deadline or "none"
         # One second later, a duration gives another deadline, and a fixed time the same one.
         parsed_later = parse_deadline(deadline, datetime.datetime.fromtimestamp(time.time() + 1))

@@ -74,7 +74,7 @@ class EngineWorker:
             grace=grace,
             is_busy=self._rows.has_rows,
             die=self._die,
-            leave=self._leave,
+            leave=self._kill_engine_and_exit,
         )
         self._check_task: asyncio.Task[None] | None = None
         atexit.register(self._close)
@@ -110,7 +110,7 @@ class EngineWorker:
         output = prepared.output(
             generations, self._model, self._drafter, keeps_inputs=self._keeps_inputs, is_parsed=self._parser is not None
         )
-        committed = await asyncio.to_thread(self._directory.commit, unit, output, usage, prepared.letters())
+        committed = await asyncio.to_thread(self._directory.commit, unit, output, usage, prepared.dead_letter_records())
         self._rows.end(unit)
         await asyncio.to_thread(notes.clear)
         yield _receipt(usage if committed else None)
@@ -232,9 +232,9 @@ class EngineWorker:
         log_exit(reason)
         self._rows.mark_suspected(alone=self._lock.is_exclusive)
         self._session.end()
-        self._leave()
+        self._kill_engine_and_exit()
 
-    def _leave(self) -> NoReturn:
+    def _kill_engine_and_exit(self) -> NoReturn:
         try:
             self._engine.kill()  # otherwise a hanging process would keep the memory that the next engine needs
         finally:

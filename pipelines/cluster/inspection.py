@@ -9,7 +9,7 @@ import psutil
 from peagle.errors import CapacityError
 from peagle.hardware import Hardware, detect_machine
 from pipelines.cluster.failures import to_peagle_error
-from pipelines.cluster.placement import node_to_inspect, on_accelerators
+from pipelines.cluster.placement import accelerator_placement, node_to_inspect
 from pipelines.cluster.ray import NO_RAY_HINT
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -21,7 +21,7 @@ _NAME_LABELS = ("instance-type", "node-group", "availability-region", "region")
 def inspect(
     *, accelerators_per_engine: int = 1, nodes_per_engine: int = 1, accelerator_type: str | None = None
 ) -> Hardware:
-    """Return the hardware of a node for engines, with accelerators if any node has them.
+    """Return the hardware of a node on which engines can run: one with accelerators, if there is one.
 
     No accelerator is reserved, so this does not wait for busy accelerators.
 
@@ -32,10 +32,10 @@ def inspect(
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     nodes = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
-    engine = on_accelerators(
+    placement = accelerator_placement(
         accelerators_per_engine, nodes_per_engine=nodes_per_engine, accelerator_type=accelerator_type
     )
-    node = node_to_inspect(nodes, engine)
+    node = node_to_inspect(nodes, placement)
     where = {} if node is None else {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
     probe = ray.remote(num_cpus=0, max_retries=0, **where)(_detect)
     try:

@@ -72,7 +72,7 @@ class Neighbours:
     placement: Placement
 
 
-def on_accelerators(
+def accelerator_placement(
     accelerators_per_engine: int,
     *,
     nodes_per_engine: int = 1,
@@ -128,7 +128,7 @@ def place(
     num_fitting = (hardware.num_accelerators or _num_cores(hardware)) // ranks_on_node
     engines_per_node = max(engines_per_node, min(math.ceil(max_engines * nodes_per_engine / num_nodes), num_fitting))
     if hardware.platform == "cuda":
-        return on_accelerators(
+        return accelerator_placement(
             accelerators_per_engine,
             nodes_per_engine=nodes_per_engine,
             accelerator_type=accelerator_type,
@@ -178,21 +178,21 @@ def num_engine_nodes(
     """
     if hardware.platform != "cuda":
         return max(nodes_per_engine, sum(bool(node.get("CPU")) for node in nodes))
-    engine = on_accelerators(
+    placement = accelerator_placement(
         accelerators_per_engine, nodes_per_engine=nodes_per_engine, accelerator_type=accelerator_type
     )
-    parts_per_node = hardware.num_accelerators // engine.num_gpus
+    parts_per_node = hardware.num_accelerators // placement.num_gpus
     num_needed = math.ceil(num_engines * nodes_per_engine / parts_per_node) if parts_per_node else 0
-    return max(nodes_per_engine, sum(num_parts_on(node, engine) > 0 for node in nodes), num_needed)
+    return max(nodes_per_engine, sum(num_parts_on(node, placement) > 0 for node in nodes), num_needed)
 
 
-def node_to_inspect(nodes: Mapping[str, Resources], engine: Placement) -> str | None:
+def node_to_inspect(nodes: Mapping[str, Resources], placement: Placement) -> str | None:
     """Return the id of the node whose hardware represents all nodes with accelerators; None without accelerators.
 
     This is the smallest node that can hold an engine, so that its engines fit on the other nodes, too. If no node can
     hold an engine, it is the largest node.
     """
-    with_room = {name: node["GPU"] for name, node in nodes.items() if num_parts_on(node, engine)}
+    with_room = {name: node["GPU"] for name, node in nodes.items() if num_parts_on(node, placement)}
     too_small = {name: -node["GPU"] for name, node in nodes.items() if node.get("GPU")}  # the largest first
     candidates = with_room or too_small
     return min(candidates, key=lambda name: (candidates[name], name)) if candidates else None

@@ -258,7 +258,7 @@ def require_capacity(
         left_s = deadline - time.monotonic()
         if left_s <= 0:
             raise CapacityError(
-                f"the cluster can never schedule {num_engines} engine(s): {missing}",
+                f"the cluster cannot schedule {num_engines} engine(s): {missing}",
                 hint="use fewer --engines, or give an autoscaled cluster time to grow with --cluster-wait-s 900",
             )
         _request_nodes(placement, num_engines)

@@ -65,14 +65,14 @@ class Vitals:
         self._lock, self._signal_lock = threading.Lock(), threading.Lock()
         self._ended = threading.Event()
         self._error: RayDied | None = None
-        self._is_raised = False
+        self._is_handled = False
         self._thread = threading.Thread(target=self._watch, name="ray-vitals", daemon=True)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Watch during the block. An error inside becomes `RayDied` if a part is dead."""
         is_main = threading.current_thread() is threading.main_thread()
-        self._is_raised = not is_main  # only the main thread can receive the exception; others end with the process
+        self._is_handled = not is_main  # only the main thread can receive the exception; others end with the process
         previous_handler = signal.signal(signal.SIGUSR1, self._raise_in_main_thread) if is_main else None
         self._thread.start()
         try:
@@ -85,7 +85,7 @@ class Vitals:
             raise
         finally:
             with self._signal_lock:
-                self._is_raised = True  # no signal is sent from here on
+                self._is_handled = True  # no signal is sent from here on
             if not self.check():
                 self._ended.set()
             if is_main:
@@ -129,15 +129,15 @@ class Vitals:
         return unreachable_s >= part.patience_s
 
     def _raise_in_main_thread(self, number: int, frame: Any) -> None:
-        if self._error is not None and not self._is_raised:
-            self._is_raised = True
+        if self._error is not None and not self._is_handled:
+            self._is_handled = True
             raise self._error
 
     def _watch(self) -> None:
         while not self._ended.wait(_POLL_S):
             if error := self.check():
                 with self._signal_lock, contextlib.suppress(ProcessLookupError):
-                    if not self._is_raised:
+                    if not self._is_handled:
                         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
                 if not self._ended.wait(_UNWIND_S):
                     _print(f"\npeagle: {error}")

@@ -24,7 +24,7 @@ from peagle.hardware import Hardware
 from peagle.runs.scaling import EngineRange
 from pipelines.batch.resolve import may_skip_compiling
 from pipelines.cluster.inspection import inspect
-from pipelines.cluster.placement import Placement, on_accelerators, place
+from pipelines.cluster.placement import Placement, accelerator_placement, place
 from pipelines.cluster.ray import num_nodes
 from pipelines.cluster.token import require_token
 from pipelines.online.batches.settings import batch_engine_range, batch_settings
@@ -46,7 +46,7 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Served:
+class EndpointModel:
     """A model of the endpoint with its resolved engine."""
 
     options: ServedModelOptions
@@ -79,7 +79,7 @@ def build(arguments: ServeConfig) -> Any:
 
 
 def _wait_for_hardware(config: ServeConfig) -> Hardware:
-    """Return the hardware of a node for engines.
+    """Return the hardware of a node on which engines can run.
 
     On Kubernetes, the application is built before machines with accelerators have started. So if the configuration
     names machines with accelerators, wait for them.
@@ -101,7 +101,7 @@ def prepare_batches(config: ServeConfig) -> None:
 
 def resolve(
     config: ServeConfig, hardware: Hardware, *, num_nodes: int, announce: Callable[[str], None]
-) -> list[Served]:
+) -> list[EndpointModel]:
     """Resolve all models, and check that their engines fit together."""
     placement_by_name = placements(config, hardware, num_nodes=num_nodes)
     served = []
@@ -118,7 +118,7 @@ def resolve(
         # `engine.spec` does not have these options, because batches use it, too, and only support text.
         domains = tuple(options.allowed_media_domains)
         spec = replace(engine.spec, limit_mm_per_prompt=options.limit_mm_per_prompt, allowed_media_domains=domains)
-        served.append(Served(options=options, engine=replace(engine, spec=spec), placement=placement))
+        served.append(EndpointModel(options=options, engine=replace(engine, spec=spec), placement=placement))
     return served
 
 
@@ -158,7 +158,7 @@ def _placement(
         device: Device = "accelerator" if hardware.platform == "cuda" else "vcpu"
         return Placement(num_cpus=_FAKE_CPUS, num_gpus=0, num_devices=1, device=device, num_engines_on_node=1)
     if hardware.platform == "cuda":
-        return on_accelerators(accelerators_per_engine_of(options))
+        return accelerator_placement(accelerators_per_engine_of(options))
     min_batch_engines, max_batch_engines = batch_engine_range(config)
     return place(
         hardware,
@@ -184,7 +184,7 @@ def _check_accelerators(
             f"the models' engines need {needed} accelerators at once ({engines_by_model}); {available}",
             hint="use a smaller --max-replicas, --tensor-parallel-size or --pipeline-parallel-size, or fewer models",
         )
-    if config.batches is None or config.lends_engines:
+    if config.batches is None or config.uses_idle_slots:
         return
     num_initial_engines = EngineRange.parse(config.batch_engines).smallest
     for options in vllm_models:
@@ -201,7 +201,7 @@ def accelerators_per_engine_of(options: ServedModelOptions) -> int:
     return options.tensor_parallel_size * options.pipeline_parallel_size
 
 
-def endpoint_price(config: ServeConfig, hardware: Hardware, served: list[Served]) -> Price:
+def endpoint_price(config: ServeConfig, hardware: Hardware, served: list[EndpointModel]) -> Price:
     """Return the price of the endpoint's engines, which must match the engines' devices and the ledger."""
     price = resolve_price(config, hardware)
     for model in served:
@@ -216,7 +216,7 @@ def endpoint_price(config: ServeConfig, hardware: Hardware, served: list[Served]
     return price
 
 
-def bind(config: ServeConfig, hardware: Hardware, served: list[Served]) -> Any:
+def bind(config: ServeConfig, hardware: Hardware, served: list[EndpointModel]) -> Any:
     """Return the Serve application of resolved models. Requires a running Ray cluster and vLLM."""
     from ray import serve
     from ray.serve.llm import build_llm_deployment
@@ -260,8 +260,8 @@ def bind(config: ServeConfig, hardware: Hardware, served: list[Served]) -> Any:
     )
 
 
-def gate_settings(config: ServeConfig, hardware: Hardware, served: list[Served]) -> GateSettings:
-    """Return the settings of the gate. Raises ConfigError without keys if the address is not local."""
+def gate_settings(config: ServeConfig, hardware: Hardware, served: list[EndpointModel]) -> GateSettings:
+    """Return the settings of the gate. Raises ConfigError if there are no keys and the address is not local."""
     environment_keys = keys_from_environment()
     stored_keys: tuple[KeyRecord, ...] = read_keys(config.keys) if config.keys else ()
     read_budgets(_state_folder(config) / "ledger" / BUDGETS_NAME)  # fail here rather than with each request
@@ -294,7 +294,7 @@ def gate_settings(config: ServeConfig, hardware: Hardware, served: list[Served])
     )
 
 
-def replica_job(config: ServeConfig, hardware: Hardware, model: Served, price: Price, app_id: str) -> ReplicaJob:
+def replica_job(config: ServeConfig, hardware: Hardware, model: EndpointModel, price: Price, app_id: str) -> ReplicaJob:
     options, spec, placement = model.options, model.engine.spec, model.placement
     return ReplicaJob(
         app_id=app_id,
@@ -315,11 +315,11 @@ def replica_job(config: ServeConfig, hardware: Hardware, model: Served, price: P
         placement=placement,
         counts=request_counts(options, spec, hardware),
         heartbeat_s=config.heartbeat_s,
-        lends=config.lends_engines,
+        lends=config.uses_idle_slots,
     )
 
 
-def _served_model(config: ServeConfig, model: Served, hardware: Hardware) -> ServedModel:
+def _served_model(config: ServeConfig, model: EndpointModel, hardware: Hardware) -> ServedModel:
     spec = model.engine.spec
     assert spec.max_model_len is not None, "compose_engine() sets it"
     parsers = {"tool_call_parser", "reasoning_parser"}
@@ -341,7 +341,7 @@ def _served_model(config: ServeConfig, model: Served, hardware: Hardware) -> Ser
     )
 
 
-def model_card(model: Served, max_requests_per_replica: int, hardware: Hardware) -> dict[str, Any]:
+def model_card(model: EndpointModel, max_requests_per_replica: int, hardware: Hardware) -> dict[str, Any]:
     """Return a model's entry in `/v1/models`: OpenAI's fields, and under `peagle` the settings of its engines."""
     spec, options = model.engine.spec, model.options
     drafter = spec.drafter

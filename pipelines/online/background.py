@@ -178,7 +178,7 @@ def start(config: ServeConfig, *, port: int) -> Endpoint:
         pid=process.pid,
         born_at=psutil.Process(process.pid).create_time(),
         started_at=started_at,
-        # A new Serve controller waits for `drain_s` again. Serve and Ray have 60 s to stop.
+        # Serve waits for `drain_s` again if its controller restarts. Serve and Ray have 60 s to stop.
         stop_s=2 * max(model.drain_s for model in config.served) + 60.0,
         model=config.served[0].served_name,
     )

@@ -252,7 +252,7 @@ class ServeConfig(ServedModelOptions, PriceOptions, TagOptions):
         return self
 
     @property
-    def lends_engines(self) -> bool:
+    def uses_idle_slots(self) -> bool:
         """Whether batches use idle slots of the endpoint's engines."""
         return self.batches is not None and self.batch_engines == ENDPOINT
 

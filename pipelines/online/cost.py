@@ -15,7 +15,7 @@ from typing import Any
 from peagle.economics.account import account
 from peagle.economics.ledger import SessionReader
 from peagle.economics.prices import Price
-from peagle.economics.report.figures import session_labels
+from peagle.economics.report.figures import cost_notes
 from peagle.economics.spending import Days, Ledger, SpendingGroup, charges, day_number, day_of
 from peagle.economics.statement import parse_dimensions, statement
 from peagle.economics.usage import Work
@@ -74,7 +74,7 @@ class CostView:
             )
         charged = charges(ledger, days)
         chosen = (charge for charge in charged if key in (None, charge.key))
-        return statement(chosen, by, days, session_labels(ledger.sessions))
+        return statement(chosen, by, days, cost_notes(ledger.sessions))
 
     async def require_loaded(self) -> None:
         """Wait briefly for the first read of the ledger; raise 503 if it takes longer."""

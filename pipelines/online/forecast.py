@@ -19,7 +19,7 @@ from pipelines.batch.forecast import (
     price_warning,
 )
 from pipelines.online.app import (
-    Served,
+    EndpointModel,
     accelerators_per_engine_of,
     endpoint_price,
     gate_settings,
@@ -41,7 +41,7 @@ class EndpointForecast:
     hardware: Hardware
     is_for_this_machine: bool
     num_nodes: int
-    served: list[Served]
+    served: list[EndpointModel]
     price: Price
     requires_key: bool
 
@@ -86,7 +86,7 @@ class EndpointForecast:
             "usd_per_h": [self.usd_per_h(is_maximum=is_maximum) for is_maximum in (False, True)],
         }
 
-    def _model_lines(self, model: Served) -> Lines:
+    def _model_lines(self, model: EndpointModel) -> Lines:
         concurrency = model.engine.spec.max_num_seqs
         speed = known_speed(model.engine, self.hardware, concurrency)
         return [

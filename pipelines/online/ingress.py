@@ -108,7 +108,7 @@ class PeagleIngress(BatchRoutes, OpenAiIngress):  # type: ignore[misc]  # Ray's 
 
     def _make_batches(self, settings: BatchSettings) -> Batches:
         current_key = self._ring.current if self._ring else None
-        if settings.lends:  # batches find the endpoint's engines by their names in Ray Serve
+        if settings.uses_idle_slots:  # batches find the endpoint's engines by their names in Ray Serve
             app_name = serve.get_replica_context().app_name
             settings = replace(settings, application=app_name, deployments=self._deployments)
         return Batches(settings, Runner(), spent_usd=self._cost.spent_usd, current_key=current_key)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
-from peagle.engine.sagemaker import MODEL_FOLDER, PREFIX, serve_options, switch
+from peagle.engine.sagemaker import MODEL_FOLDER, PREFIX, parse_switch, serve_options
 from pipelines.online.config import ServeConfig
 
 VARIABLE = "PEAGLE_SAGEMAKER"
@@ -58,7 +58,7 @@ class SageMakerConfig(ServeConfig):
 
 def is_enabled(env: Mapping[str, str]) -> bool:
     """Return whether PEAGLE_SAGEMAKER selects the SageMaker mode."""
-    return switch(VARIABLE, env.get(VARIABLE, ""))
+    return parse_switch(VARIABLE, env.get(VARIABLE, ""))
 
 
 def ignored_variables(env: Mapping[str, str]) -> str | None:

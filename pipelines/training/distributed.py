@@ -24,7 +24,7 @@ from peagle.drafter.decontamination import NAMED_SETS
 from peagle.drafter.features import FeatureJob, load_reader, open_store, shard_tensors, write_shard
 from peagle.drafter.head import INITS
 from peagle.drafter.metrics import Metrics
-from peagle.drafter.pipeline import Listener, Prepared, finish_from_checkpoint, prepare, train_prepared
+from peagle.drafter.pipeline import Listener, PreparedTraining, finish_from_checkpoint, prepare, train_prepared
 from peagle.drafter.prompts import is_built_in_source
 from peagle.drafter.spending import TrainingSpending, training_spending
 from peagle.drafter.training import ProcessGroup, checkpoint_mtime_ns
@@ -132,7 +132,7 @@ def train_on_workers(config: TrainConfig, listener: Listener) -> dict[str, Any]:
         return result
 
 
-def _run_trainer(prepared: Prepared) -> DivergedError | None:
+def _run_trainer(prepared: PreparedTraining) -> DivergedError | None:
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
@@ -273,4 +273,4 @@ class _ProgressFollower:
         self.spending.beat()
         steps, self._num_bytes_read = self._metrics.read(self._num_bytes_read)
         for step in steps:
-            self.listener.step(step)
+            self.listener.on_step(step)

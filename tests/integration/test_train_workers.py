@@ -50,7 +50,7 @@ def curve(output):
 def test_two_workers_have_the_same_losses_as_one_process(ray_cluster, make_config, tmp_path):
     steps, sigint_handler = [], signal.getsignal(signal.SIGINT)
     single = train_head(make_config(tmp_path / "single"), Listener())
-    two_workers = train_on_workers(make_config(tmp_path / "two-workers", workers=2), Listener(step=steps.append))
+    two_workers = train_on_workers(make_config(tmp_path / "two-workers", workers=2), Listener(on_step=steps.append))
 
     single_curve, two_workers_curve = curve(tmp_path / "single"), curve(tmp_path / "two-workers")
     assert len(single_curve) == len(two_workers_curve) >= NUM_STEPS - 4
@@ -127,7 +127,7 @@ def test_training_continues_with_more_workers_and_after_a_killed_worker(ray_clus
     changes = {"epochs": 25}
     train_head(make_config(tmp_path / "uninterrupted", **changes), Listener())
     train_head(make_config(tmp_path / "cut", time_budget_s=1e-9, **changes), Listener())  # a checkpoint to resume from
-    result = train_on_workers(make_config(tmp_path / "cut", workers=2, **changes), Listener(step=kill))
+    result = train_on_workers(make_config(tmp_path / "cut", workers=2, **changes), Listener(on_step=kill))
     assert killed_pids
     assert killed_pids[0] not in train_worker_pids()
     assert result["finished"]

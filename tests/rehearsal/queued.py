@@ -1,8 +1,8 @@
-"""Rehearse the commands of benchmarks/GPU_QUEUE.md: the engines and trainings that the commands start.
+"""Rehearse the commands of benchmarks/GPU_QUEUE.md: the engines and training runs that the commands start.
 
 The page's code blocks run in bash, with `python3` replaced by a function that records its arguments. The scripts that
-they would start then list their benchmarks, trainings and commands. Their engines are rehearsed like those of the grid,
-and trainings are checked as far as possible without the card.
+they would start then list their benchmarks, training runs and commands. Their engines are rehearsed like those of
+`tests/rehearsal/cell.py`, and training runs are checked as far as possible without the card.
 """
 
 import argparse

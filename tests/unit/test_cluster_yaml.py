@@ -10,7 +10,7 @@ from jobs import cli
 from jobs.configurations import read_configuration
 from peagle.economics.price_options import configured_or_local_machine, resolve_price
 from pipelines.batch.request import max_shutdown_s
-from pipelines.cluster.placement import num_parts_on, on_accelerators
+from pipelines.cluster.placement import accelerator_placement, num_parts_on
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "cluster.yaml").read_text()
@@ -53,7 +53,7 @@ def test_job_has_the_price_of_the_machines(cluster, job):
 
 
 def test_engines_of_the_job_fit_one_machine(cluster, job):
-    engine = on_accelerators(1, accelerator_type=job.accelerator_type)
+    engine = accelerator_placement(1, accelerator_type=job.accelerator_type)
     types = {name: node["resources"] for name, node in cluster["available_node_types"].items()}
     assert {name: num_parts_on(node, engine) for name, node in types.items()} == {
         "head": 0,

@@ -29,7 +29,7 @@ def test_modules_are_short() -> None:
     assert {name: length for name, length in lengths.items() if length > MAX_LINES} == {}
 
 
-def test_there_are_no_import_circles() -> None:
+def test_there_are_no_import_cycles() -> None:
     imports = {name: imported_modules(tree) - {name} for name, tree in trees().items()}
     TopologicalSorter(imports).prepare()  # raises CycleError, which names the modules
 

@@ -137,7 +137,7 @@ def money_labels(report: Mapping[str, Any]) -> list[str]:
     return _labels(report["run"].get("is_stand_in"), report["account"]["price"].get("basis") == "assumed")
 
 
-def session_labels(sessions: Iterable[EngineSession]) -> list[str]:
+def cost_notes(sessions: Iterable[EngineSession]) -> list[str]:
     sessions = list(sessions)
     is_fake = any(session.is_stand_in for session in sessions)
     return _labels(is_fake, any(session.price_basis == "assumed" for session in sessions))

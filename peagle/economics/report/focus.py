@@ -40,7 +40,7 @@ COLUMNS = (
 
 
 def focus_csv(charges: Iterable[Charge], currency: str = "USD", per_usd: float = 1.0) -> str:
-    """Return CSV with a row per day, payer, run, model and kind of cost; the rows add up to the total."""
+    """Return CSV with a row per day, API key, run, model, drafter, tags and kind of cost. Their sum is the total."""
     sums: defaultdict[Charge, Spend] = defaultdict(Spend)
     for charge in charges:
         sums[replace(charge, spend=Spend())] += charge.spend
@@ -48,7 +48,7 @@ def focus_csv(charges: Iterable[Charge], currency: str = "USD", per_usd: float =
     if any(not spend.is_priced for _, spend in groups):
         raise PriceError(
             "some engines have no price in their ledger, and FOCUS does not allow unknown costs",
-            hint="remove these sources; --format table --by run,instance shows them",
+            hint="leave out the runs and endpoints of these engines; --format table --by run,instance shows them",
         )
     amounts = round_to_last_digit(
         [[per_usd * getattr(spend, f"{kind}_usd") for kind in KINDS] for _, spend in groups], DIGITS

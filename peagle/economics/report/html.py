@@ -246,7 +246,7 @@ def _template_values(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _money_labels(reports: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> list[str]:
-    """Return the runs' labels for the table of costs. A label of only some runs is followed by their names."""
+    """Return why the costs are not a real bill. A reason that does not apply to all runs names its runs."""
     runs_by_label: dict[str, list[str]] = {}
     for label, report in zip(labels, reports, strict=True):
         for money_label in money_labels(report):

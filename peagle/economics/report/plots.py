@@ -38,7 +38,7 @@ SHARE_RULES = "".join(
     for name in SHARES
 )
 _LABEL_CHARS = 64
-_MIN_WIDTH = 3  # of a bar with a value above 0, in SVG units, as all sizes here
+_MIN_WIDTH = 3  # of a bar whose value is above 0; in SVG units, like all sizes here
 _MAX_BAR_WIDTH = 240  # leaves room for the text of the value
 _BAR_HEIGHT, _ROW_HEIGHT = 18, 46
 
@@ -216,7 +216,7 @@ def _columns(
 
 
 def vertical_axis(max_value: float) -> tuple[list[float], Callable[[float], float]]:
-    """Return grid lines up to `max_value`, and a function from amount to y."""
+    """Return the values of the grid lines, from 0 to at least `max_value`, and a function from value to y."""
     step = grid_step(max_value, finest=-12)
     num_steps = max(1, math.ceil(max_value / step))
 

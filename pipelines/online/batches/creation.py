@@ -49,7 +49,7 @@ class Quota:
             return await asyncio.shield(writes[-1])
 
         try:
-            await in_thread(self.require, key)
+            await in_thread(self.require_space, key)
             yield write
         finally:
             if writes and not writes[-1].done():
@@ -62,7 +62,7 @@ class Quota:
             self._arriving_bytes[key.name] += num_bytes
             self._arriving_files[key.name] += num_files
 
-    def require(self, key: KeyRecord, *, num_bytes: int = 0, num_files: int = 0) -> None:
+    def require_space(self, key: KeyRecord, *, num_bytes: int = 0, num_files: int = 0) -> None:
         """Raise 413 unless the key's files, arriving uploads and the given amount fit the quota."""
         limit, files = self._limits.for_key(key), self._store.files(key.name)
         num_files += len(files) + self._arriving_files[key.name]
@@ -163,7 +163,7 @@ class BatchCreator:
 
     def __init__(self, store: BatchStore, quota: Quota, limits: KeyQuota) -> None:
         self._store, self._quota, self._limits = store, quota, limits
-        # By key name. Waiting for an asyncio lock occupies no thread.
+        # By key name. Requests wait for the asyncio lock, because that occupies no thread.
         self._thread_locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
         self._asyncio_locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
@@ -204,7 +204,7 @@ class BatchCreator:
         if input_file is None or input_file.purpose != INPUT:
             message = f"input_file_id: there is no file {shown(body.input_file_id)} with the purpose {INPUT!r}"
             raise ApiError(400, message, code="invalid_input_file", param="input_file_id")
-        self._quota.require(key, num_bytes=1, num_files=1)
+        self._quota.require_space(key, num_bytes=1, num_files=1)
         limit, batches = self._limits.for_key(key), self._store.batches(key.name)
         if sum(not batch.is_over for batch in batches) >= limit.max_unfinished_batches:
             message = f"this key may have {limit.max_unfinished_batches} unfinished batches"

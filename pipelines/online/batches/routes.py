@@ -127,7 +127,7 @@ class Batches:
         self._wake.set()
 
     def close(self) -> None:
-        """Stop scheduling. The next scheduler resumes running work."""
+        """Stop scheduling. The next scheduler takes over batches that are running."""
         self._ended.set()
         self._wake.set()
         self._thread.join()

@@ -58,7 +58,7 @@ _STATUS: Mapping[Reason | None, Status] = {
 
 
 def batch_error(code: str, message: str) -> Errors:
-    """Return the errors of a batch: one of OpenAI's error objects, about the whole batch."""
+    """Return the errors of a batch that failed as a whole: a single error object of OpenAI's API."""
     return ({"code": code, "message": message, "param": None, "line": None},)
 
 
@@ -273,7 +273,7 @@ class BatchMoney:
         self._budgets.settle_batch(batch_id, accounts, record.usd if record else 0.0)
 
 
-_MAX_WITHOUT_ENGINES = 2  # concurrent processes without engines, which validate or collect
+_MAX_WITHOUT_ENGINES = 2  # concurrent processes that validate inputs or collect results
 _RUN_ATTEMPTS = 3
 _COLLECT_ATTEMPTS = 10  # over 7.5 minutes; many, since the results already exist
 _RETRY_S = 10.0
@@ -425,12 +425,12 @@ class Scheduler:
         if work.estimate is None or not (payers := self._money.payers(batch)):
             return
         # The ledger already includes the cost of borrowed engines.
-        billed_usd = spent_usd if self._settings.lends else 0.0
+        billed_usd = spent_usd if self._settings.uses_idle_slots else 0.0
         wanted_usd, held_usd = work.estimate.wanted_usd(spent_usd) - billed_usd, self._money.held_by(batch.id, payers)
         if (wanted_usd <= held_usd and not billed_usd) or (left_usd := self._money.left_usd(payers)) is None:
             return
         if new_held_usd := self._money.hold(batch.id, payers, left_usd, wanted_usd):
-            work.handle.allow(billed_usd + new_held_usd)
+            work.handle.set_cost_limit(billed_usd + new_held_usd)
 
     def _collect(self, batch: Batch, reason: Reason, errors: Errors = ()) -> None:
         if batch.id not in self._to_collect:
@@ -445,7 +445,7 @@ class Scheduler:
         return sum(not work.has_engines for work in self._running.values()) < _MAX_WITHOUT_ENGINES
 
     def _may_reserve(self, batch: Batch, payers: Sequence[Payer]) -> bool:
-        """Return whether no other batch that shares a budget has started.
+        """Return whether this batch is the oldest started one among those that share a budget, or none has started.
 
         The cost of a batch is only known at its end, so two batches could each spend the rest of the budget.
         """

@@ -69,7 +69,7 @@ class BatchSettings:
     deployments: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def lends(self) -> bool:
+    def uses_idle_slots(self) -> bool:
         """Whether batches use idle slots of the endpoint's engines."""
         return any(batch_model.lent_slots for batch_model in self.models.values())
 
@@ -90,7 +90,7 @@ def _engine_option_names(options: ServedModelOptions) -> set[str]:
 
 def batch_engine_range(config: ServeConfig) -> tuple[int, int]:
     """Return the minimum and maximum number of engines that all running batches start together."""
-    if config.batches is None or config.lends_engines:
+    if config.batches is None or config.uses_idle_slots:
         return 0, 0
     engine_range = EngineRange.parse(config.batch_engines)
     return config.batches_at_once * engine_range.smallest, config.batches_at_once * engine_range.largest
@@ -110,11 +110,11 @@ def batch_settings(
     models = {model.name: model for model in gate.models}
     common_config = {
         **config.model_dump(mode="json", include={*PriceOptions.model_fields, *TagOptions.model_fields}),
-        "engines": "1" if config.lends_engines else config.batch_engines,
+        "engines": "1" if config.uses_idle_slots else config.batch_engines,
         "heartbeat_s": config.heartbeat_s,
     }
-    slot_group = f"{app_id}-lent" if config.lends_engines else app_id
-    if config.lends_engines:  # a batch's process needs little CPU: it forwards rows to the endpoint's engines
+    slot_group = f"{app_id}-lent" if config.uses_idle_slots else app_id
+    if config.uses_idle_slots:  # a batch's process needs little CPU: it forwards rows to the endpoint's engines
         placements = {name: replace(placement, num_cpus=0.05, num_gpus=0) for name, placement in placements.items()}
     return BatchSettings(
         folder=str(config.batches),
@@ -127,7 +127,7 @@ def batch_settings(
                 ),
                 commits=specs[options.served_name].commits,
                 lent_slots=specs[options.served_name].max_num_seqs * options.max_replicas
-                if config.lends_engines
+                if config.uses_idle_slots
                 else 0,
             )
             for options in config.served

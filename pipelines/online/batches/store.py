@@ -56,7 +56,7 @@ from pipelines.online.batches.records import (
 )
 
 TRUST_AFTER_S = 24 * 3600.0  # after a jump of the wall clock
-_KEEP_S = 24 * 3600.0  # lifetime of idempotency records, and of what crashed uploads leave
+_KEEP_S = 24 * 3600.0  # lifetime of idempotency records, and of the files of crashed uploads
 _PRESIGNED_URL_LIFETIME_S = 300
 _FOLDERS = ("files", "orders", "cancels", "progress", "ends", "ordered", "runs")
 _EXPORT = "openai-batch"
@@ -65,7 +65,7 @@ _ERRORS = "errors.jsonl"
 _ID = re.compile(rf"({FILE_PREFIX}|{BATCH_PREFIX})[0-9a-f]{{28}}(-output|-errors)?")
 _TOLERANCE_S = 2.0  # more than NTP's gradual corrections and a leap second
 _threads = ThreadPoolExecutor(32, thread_name_prefix="files")
-_Answer = TypeVar("_Answer")
+_Result = TypeVar("_Result")
 _Record = TypeVar("_Record")
 
 
@@ -84,7 +84,7 @@ class SteadyClock:
     corrected within a day does not make files expire early. Files that expire during a suspension are deleted a day
     late.
 
-    A new process continues from the saved time. On the same boot, the saved `monotonic` is comparable with its own.
+    A new process continues from the saved time. Unless the machine has rebooted, the saved `monotonic` is still valid.
     """
 
     def __init__(
@@ -349,9 +349,9 @@ class BatchStore:
         return read_json(self.root / "ordered" / f"{name}.json")
 
     def delete_oldest_record(self, batches: Sequence[Batch]) -> bool:
-        """Delete the oldest of a key's batch records whose batch has ended, is two days old, and has no files.
+        """Delete the records of a key's oldest batch that has ended, is two days old and has no files.
 
-        Returns whether there was such a record.
+        Returns whether there was such a batch.
         """
         for batch in reversed(batches):
             file_ids = (batch.progress.output_file_id, batch.progress.error_file_id)
@@ -429,7 +429,7 @@ def output_id(batch: Batch, kind: str) -> str:
     return f"{FILE_PREFIX}{batch.id.removeprefix(BATCH_PREFIX)}-{kind}"
 
 
-async def in_thread(function: Callable[..., _Answer], *arguments: Any) -> _Answer:
+async def in_thread(function: Callable[..., _Result], *arguments: Any) -> _Result:
     """Run a blocking function in the thread pool for files."""
     return await asyncio.get_running_loop().run_in_executor(_threads, partial(function, *arguments))
 

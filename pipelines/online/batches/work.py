@@ -295,7 +295,7 @@ class BatchActor:
     def stop(self, reason: Reason) -> None:
         self._stop.request(reason)
 
-    def allow(self, usd: float | None) -> None:
+    def set_cost_limit(self, usd: float | None) -> None:
         self._allowance.usd = usd
 
     def counts(self) -> tuple[int, int, float]:
@@ -344,9 +344,9 @@ class Handle(Generic[_Result]):
     def stop(self, reason: Reason) -> None:
         self._actor.stop.remote(reason)
 
-    def allow(self, usd: float | None) -> None:
+    def set_cost_limit(self, usd: float | None) -> None:
         """Change the run's cost limit; None is unlimited."""
-        self._actor.allow.remote(usd)
+        self._actor.set_cost_limit.remote(usd)
 
     def kill(self) -> None:
         import ray

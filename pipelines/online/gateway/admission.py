@@ -58,7 +58,7 @@ class ServedModel:
     name: str
     max_model_len: int
     can_seed: bool = True  # whether sampling seeds work. On CPU, a request with a seed crashes vLLM 0.29
-    # maximum choices of all prompts of a request, which Ray Serve's own limits count as one request; None: no limit
+    # maximum choices of all prompts of a request (Ray Serve's limits count requests, not choices); None: no limit
     max_choices: int | None = None
     max_answer_bytes: int | None = None  # maximum size of one answer, estimated with `AnswerShape`; None: no limit
     media: Mapping[str, int] | None = None  # maximum items per request of each modality; None allows text only
@@ -77,7 +77,7 @@ class CheckedRequest:
     path: str  # the API path; differs from the request's path on SageMaker
     values: dict[str, Any]  # the body that the engine receives
     model: ServedModel
-    shown_usage: ShownUsage  # the usage events of a stream that the client requested
+    shown_usage: ShownUsage  # which events of a stream show usage, as the client requested
     # the next three are totals of all prompts; token counts are upper bounds
     num_choices: int
     prompt_tokens: int
@@ -262,8 +262,8 @@ def _requested_tokens(
     path: str, values: Mapping[str, Any], model: ServedModel, limit: int | None, num_choices: int
 ) -> int | None:
     """Return the request's max_tokens, or None if unset. `limit` is for all choices together."""
-    has_new_name = path == CHAT_URL and values.get("max_completion_tokens") is not None
-    field = "max_completion_tokens" if has_new_name else "max_tokens"
+    has_chat_field = path == CHAT_URL and values.get("max_completion_tokens") is not None
+    field = "max_completion_tokens" if has_chat_field else "max_tokens"
     requested: int | None = values.get(field)
     limit = model.max_model_len if limit is None else min(limit // num_choices, model.max_model_len)
     if requested is not None and max(requested, _MIN_OUTPUT_TOKENS) > limit:

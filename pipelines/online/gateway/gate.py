@@ -52,7 +52,7 @@ from pipelines.online.wire import INVOCATIONS_URL, REQUEST_ID_HEADER, Context, h
 _TAGS_HEADER = "x-peagle-tags"
 _ATTRIBUTES_HEADER = "x-amzn-sagemaker-custom-attributes"
 _ATTRIBUTE = re.compile(r"([a-z]+)=([^\s,]+)")
-# Only in the gate's table: the chat and completions routes answer the requests to this path.
+# The application has no such route: the gate forwards its requests to the chat or completions route.
 _INVOCATIONS = post(INVOCATIONS_URL, Rule.GENERATION)
 _log = logging.getLogger("ray.serve")
 
@@ -320,11 +320,12 @@ def tags_of(scope: Scope, key: KeyRecord, endpoint_tags: Mapping[str, str]) -> s
 
 
 def to_api_request(scope: Scope) -> Scope:
-    """Map SageMaker's single route to a route of the API. Requests without a route keep their path.
+    """Map SageMaker's single route to the route of the API that the request names.
 
     SageMaker forwards the body and only headers that begin with X-Amzn-SageMaker-. So clients set
     X-Amzn-SageMaker-Custom-Attributes as with AWS's own vLLM container: `route=/v1/completions`, `key=KEY` if the
-    endpoint has keys, and `method=GET` for reads. Without a route, the body determines the path.
+    endpoint has keys, and `method=GET` for reads. Without `route`, the path stays, and the gate later chooses a
+    route by the body.
     """
     if route_path(scope) != INVOCATIONS_URL:
         return scope

@@ -180,7 +180,7 @@ class RequestAccount:
         self._record: RequestUsage | None = None
         self._is_written = False
 
-    def first_token(self) -> None:
+    def record_first_token(self) -> None:
         """Record the time of the first token. Later calls have no effect."""
         if self.ttft_s is None:
             self.ttft_s = self._account._monotonic() - self._started_monotonic
@@ -210,7 +210,7 @@ def usage_of(record: RequestUsage) -> dict[str, Any]:
 
 
 def summary(record: RequestUsage) -> dict[str, Any]:
-    """Return the summary for the client, which is added to OpenAI's usage."""
+    """Return the fields that a response has in addition to OpenAI's usage."""
     speculation = record.usage.speculation
     return {
         "request_id": record.request_id,

@@ -100,7 +100,9 @@ async def convert_errors(
     to_error_response: Callable[[Exception], Any] = to_error_response,
     event_to_error_response: Callable[[Mapping[str, Any]], Any] = event_to_error_response,
 ) -> AsyncGenerator[Any, None]:
-    """Pass an answer on. Raise failures that arrive as stream events, and convert early refusals into error responses.
+    """Pass on the parts of an answer.
+
+    Failures that arrive as stream events are raised, and early refusals become error responses.
 
     vLLM 0.29 reports every failure, even an engine crash, as an event and ends the stream normally. It also reports a
     failure if a constraint allows no more tokens, which is the caller's mistake. Ray 2.60 converts only two of vLLM's
@@ -227,7 +229,7 @@ def _forward_events(texts: list[str], request: RequestAccount, shown_usage: Show
         if isinstance(event, dict):
             request.tally.read_event(event)
             if event.get("choices"):
-                request.first_token()
+                request.record_first_token()
             if "error" in event:
                 request.finish("failed")
             elif event.get("usage") and not event.get("choices"):  # the last event of a stream

@@ -104,7 +104,7 @@ class ProxyMiddleware:
 class _Answer:
     """Passes the proxy's answer to the client, and replaces the proxy's own errors.
 
-    `is_for_api` says whether the path is one of the API's, under any prefix. With other paths, an answer is from the
+    `is_for_api` says whether the path is one of the API's, under any prefix. For other paths, an answer is from the
     endpoint only if it has the gate's header.
     """
 
@@ -124,7 +124,7 @@ class _Answer:
             if self._held_start is not None and message.get("body", b"").endswith(_NO_ROUTE_TEXT):
                 await self.refuse(overloaded("the endpoint is starting or stopping; try again"))
                 return
-            await self._begin()
+            await self._send_held_start()
             self._is_ended = not message.get("more_body", False)
         await self._send(message)
 
@@ -153,10 +153,10 @@ class _Answer:
         is_stream = headers.get(b"content-type", b"").startswith(b"text/event-stream")
         self._is_stream = is_stream and (is_from_gate or self._is_for_api)
         if is_from_gate or start["status"] != _NOT_FOUND or not self._is_for_api:
-            await self._begin()
+            await self._send_held_start()
 
-    async def _begin(self) -> None:
-        """Send the status and headers if they were held until the body arrived."""
+    async def _send_held_start(self) -> None:
+        """Send the held status and headers, if any."""
         if self._held_start is not None:
             start, self._held_start = self._held_start, None
             self._is_started = True
@@ -202,7 +202,7 @@ async def _with_back_pressure(scope: Scope, receive: Receive, send: Send) -> Asy
 
 
 def _without_unsafe_headers(scope: Scope) -> Scope:
-    """Return the request without headers that the proxy cannot read or that are too long for its logs.
+    """Return the request without those proxy headers that the proxy cannot read or that are too long for its logs.
 
     Requests to the API also lose the headers that the proxy obeys or logs; the gate assigns them a request id.
     """

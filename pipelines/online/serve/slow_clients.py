@@ -29,7 +29,7 @@ _CHECK_S = 1.0
 _TRIM_BYTES = 16 << 20  # if unread answers took more than this, freed memory is returned to the system afterwards
 
 
-class SlowReaders(asyncio.Protocol):
+class LimitedConnection(asyncio.Protocol):
     """Limits the answers that wait for slow clients. A mixin for uvicorn's protocols.
 
     Attributes:
@@ -99,10 +99,10 @@ class SlowReaders(asyncio.Protocol):
             self._check_timer = None
 
 
-_CONNECTIONS: dict[tuple[str, int], SlowReaders] = {}
+_CONNECTIONS: dict[tuple[str, int], LimitedConnection] = {}
 
 
-def connection_of(scope: Mapping[str, Any]) -> SlowReaders | None:
+def connection_of(scope: Mapping[str, Any]) -> LimitedConnection | None:
     """Return the connection of a request. None on servers without `install_limits`."""
     client = scope.get("client")
     return _CONNECTIONS.get(tuple(client)) if client else None
@@ -112,10 +112,10 @@ class _UnreadMonitor:
     """Checks connections with unread answers once a second, while there are any."""
 
     def __init__(self) -> None:
-        self._watched: set[SlowReaders] = set()
+        self._watched: set[LimitedConnection] = set()
         self._peak_bytes = 0
 
-    def watch(self, connection: SlowReaders) -> None:
+    def watch(self, connection: LimitedConnection) -> None:
         if not self._watched:
             connection.loop.call_later(_CHECK_S, self._check, connection.loop)
         self._watched.add(connection)
@@ -152,7 +152,7 @@ class PatientSend:
     for the client's address and for the API key (`key` is its digest; empty without an API key).
     """
 
-    def __init__(self, send: Send, connection: SlowReaders, key: str) -> None:
+    def __init__(self, send: Send, connection: LimitedConnection, key: str) -> None:
         self._send, self._connection = send, connection
         self._queue: deque[Message] = deque()
         self._writer: asyncio.Task[None] | None = None
@@ -184,7 +184,7 @@ class PatientSend:
             self._writer = None
 
 
-HEADERS_LIMIT_S = 10.0  # the default of `body_timeout_s`, the limit for bodies
+HEADERS_LIMIT_S = 10.0  # like the default limit for bodies, `body_timeout_s`
 MAX_HEADER_BYTES = 64 * 1024  # the same as h11's limit
 
 
@@ -192,18 +192,18 @@ def install_limits() -> None:
     """Add these limits to servers that this process starts from now on with uvicorn's default protocol."""
     from uvicorn.protocols.http import auto
 
-    if not issubclass(auto.AutoHTTPProtocol, SlowHeaders):
+    if not issubclass(auto.AutoHTTPProtocol, HeaderTimeout):
         auto.AutoHTTPProtocol = with_limits(auto.AutoHTTPProtocol)
 
 
 def with_limits(protocol: type[asyncio.Protocol]) -> type[asyncio.Protocol]:
     """Return a subclass of uvicorn's HTTP protocol with limits for slow headers and slow readers."""
     is_httptools = hasattr(protocol, "on_body")  # the h11 protocol limits the size of headers itself
-    bases = (LongHeaders if is_httptools else SlowHeaders, SlowReaders, protocol)
+    bases = (HeaderSizeLimit if is_httptools else HeaderTimeout, LimitedConnection, protocol)
     return type(f"Limited{protocol.__name__}", bases, {})
 
 
-class SlowHeaders(asyncio.Protocol):
+class HeaderTimeout(asyncio.Protocol):
     """Adds a timer for headers to a protocol of uvicorn.
 
     The timer starts with the connection, and with the first byte after an answer. It stops when uvicorn has a request
@@ -255,7 +255,7 @@ class SlowHeaders(asyncio.Protocol):
         self.transport.close()
 
 
-class LongHeaders(SlowHeaders):
+class HeaderSizeLimit(HeaderTimeout):
     """Adds a size limit for headers to uvicorn's protocol on httptools.
 
     Counts all bytes after the last headers or the last piece of a body, because uvicorn limits neither trailers nor
@@ -265,7 +265,7 @@ class LongHeaders(SlowHeaders):
     _num_bytes = 0
 
     def data_received(self, data: bytes) -> None:
-        """Process received bytes. Bytes with the end of headers or with a piece of a body do not count."""
+        """Process received bytes. Data with the end of headers or a piece of a body does not count."""
         self._num_bytes += len(data)
         super().data_received(data)
         if self._num_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():

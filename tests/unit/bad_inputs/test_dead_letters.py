@@ -209,7 +209,8 @@ def results(machine, tmp_path_factory):
             folder = tmp_path_factory.mktemp("case")
             unit = prepare(case, folder, machine)
             dead_letters = [
-                {**letter, "message": letter["message"].replace(f"{folder}/", "")} for letter in unit.letters()
+                {**letter, "message": letter["message"].replace(f"{folder}/", "")}
+                for letter in unit.dead_letter_records()
             ]
             by_case[case.description] = unit.prompts, dead_letters
     return by_case

@@ -9,7 +9,6 @@ from peagle.bench.record import RequestTimes, acceptance, summarise
 from peagle.bench.report import (
     acceptance_rows,
     best_rows,
-    cost_plot,
     few_prompts_warnings,
     markdown_tables,
     model_runner_warnings,
@@ -18,6 +17,7 @@ from peagle.bench.report import (
     speed_plot,
     speed_ratios,
     speed_rows,
+    step_time_plot,
     text_tables,
     value_plot,
     value_rows,
@@ -229,13 +229,13 @@ def test_synthetic_figures_are_labelled(report):
     for text in (text_tables(report), markdown_tables(report)):
         assert "SYNTHETIC ACCEPTANCE: drafts are accepted at random" in text.splitlines()[0]
         assert "exactly 256 tokens" in text
-    for plot in (speed_plot(report), cost_plot(report)):
+    for plot in (speed_plot(report), step_time_plot(report)):
         assert plot is not None
         assert "SYNTHETIC, " in plot
 
 
 def test_step_time_is_plotted_by_k(report):
-    plot = cost_plot(report)
+    plot = step_time_plot(report)
     assert plot is not None
     root = ElementTree.fromstring(plot)
     titles = [node.text for circle in root.iter(f"{SVG}circle") for node in circle.iter(f"{SVG}title")]

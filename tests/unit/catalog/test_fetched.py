@@ -86,7 +86,7 @@ def test_concurrent_processes_fetch_once(s3, model):
         assert is_waiting.wait(10)
         assert messages == [f"{URL}: waiting for another process on this node, which is fetching the model"]
         folder = peagle_home() / "fetched" / f"mine-{stored.revision}"
-        fetched._fetch(stored.at, list(stored.files), folder)
+        fetched._fetch(stored.path, list(stored.files), folder)
         s3.requests.clear()
     waiting_thread.join(10)
     assert messages[1:] == []
@@ -149,7 +149,7 @@ def test_a_full_disk_is_an_error_before_fetching(s3, model, monkeypatch):
     ("removed", "message"),
     [
         ({"config.json"}, "has no config.json"),
-        ({"model-2.safetensors"}, "names 1 missing files: model-2.safetensors"),
+        ({"model-2.safetensors"}, "lists 1 missing files: model-2.safetensors"),
         ({"model-1.safetensors", "model-2.safetensors"}, "has no weights"),
         (None, "contains no files, only these folders: original"),  # all files are removed
     ],

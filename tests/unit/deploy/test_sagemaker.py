@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from peagle.catalog.cards import ModelCard, load_catalog
-from peagle.deploy.sagemaker import Preset, Requests, SageMakerOptions, make_requests, preset
+from peagle.deploy.sagemaker import CreationRequests, Preset, SageMakerOptions, make_requests, preset
 from peagle.engine.sagemaker import SPECULATIVE_CONFIG_VARIABLE, serve_options
 from peagle.errors import CapacityError, ConfigError, PriceError
 
@@ -86,7 +86,7 @@ def test_peagle_image_accepts_every_preset(name: str) -> None:
     assert options.get("num_speculative_tokens") == drafter.get("num_speculative_tokens")
 
 
-def make_test_requests(resolved: Preset | None = None, **options: Any) -> Requests:
+def make_test_requests(resolved: Preset | None = None, **options: Any) -> CreationRequests:
     has = {f"has_{name}": options.get(name) is not None for name in ("model_data", "head_data")}
     return make_requests(
         card_of(MODEL), SageMakerOptions(**REQUIRED | options), resolved or preset(card_of(MODEL), **has)

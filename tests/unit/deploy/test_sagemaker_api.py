@@ -7,7 +7,7 @@ from botocore.exceptions import ClientError
 from moto import mock_aws
 
 from peagle.catalog.cards import load_catalog
-from peagle.deploy.sagemaker import Requests, SageMakerOptions, make_requests, preset
+from peagle.deploy.sagemaker import CreationRequests, SageMakerOptions, make_requests, preset
 from peagle.deploy.sagemaker_api import SageMaker
 from peagle.errors import CapacityError, ConfigError, EngineError, PeagleError
 
@@ -36,7 +36,7 @@ class Clock:
         self.now += seconds
 
 
-def make_qwen_requests() -> Requests:
+def make_qwen_requests() -> CreationRequests:
     card = load_catalog().get(NAME)
     options = SageMakerOptions(
         instance_type="ml.g7e.2xlarge", image="i", role="arn:aws:iam::123456789012:role/peagle", usd_per_hour=2

@@ -75,7 +75,7 @@ def _texts(panel):
 
 def test_training_plot_has_three_panels():
     loss, accuracy, rate = _panels(training_plot(_steps([4.0, 3.0, 2.0])))
-    assert [len(_points(panel)) for panel in (loss, accuracy, rate)] == [1, 2, 1]  # the third depth had no rows
+    assert [len(_points(panel)) for panel in (loss, accuracy, rate)] == [1, 2, 1]  # the third depth has no values
     (line,) = _points(loss)
     assert [x for x, _ in line] == sorted(x for x, _ in line)
     assert [y for _, y in line] == sorted(y for _, y in line)  # the loss falls, and y grows downwards

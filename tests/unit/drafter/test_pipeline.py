@@ -58,7 +58,7 @@ class RecordingListener:
 
     @property
     def listener(self):
-        return Listener(say=self.messages.append, step=self.steps.append)
+        return Listener(say=self.messages.append, on_step=self.steps.append)
 
 
 def test_train_head_writes_a_head_and_its_model_card(chat_target, responses_file, tmp_path):

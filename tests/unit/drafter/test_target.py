@@ -37,9 +37,9 @@ def test_samples_with_tokens_that_the_target_lacks_are_refused(chat_target):
     target = load(chat_target)
     valid = Sample(id="a", token_ids=(5, 95), num_prompt_tokens=1)
     invalid = Sample(id="b", token_ids=(5, 96), num_prompt_tokens=1)
-    target.require_tokens([valid])
+    target.require_known_tokens([valid])
     with pytest.raises(ConfigError, match="token 96 for row b, but the target only has tokens 0 to 95"):
-        target.require_tokens([valid, invalid])
+        target.require_known_tokens([valid, invalid])
 
 
 def _without_tokenizer(folder):

@@ -4,7 +4,7 @@ import random
 import pytest
 from usage_records import engine_session, unit_usage
 
-from peagle.economics.account import Shares, account, shares_by_period
+from peagle.economics.account import TotalsByUse, account, totals_by_period
 from peagle.economics.prices import Price
 from peagle.errors import PeagleError, PriceError
 
@@ -28,7 +28,7 @@ def make_session(session_id="a", *, seconds, tokens, **values):
 def test_account_of_the_docstring_example():
     session = make_session(seconds=(20.0, 10.0, 60.0, 10.0), tokens=1800)
     result = account([make_unit_usage(busy_s=50.0, tokens=1500)], [session], PRICE)
-    assert result.device_s == Shares(load=40, compile=20, busy=100, idle=20, lost=20)
+    assert result.device_s == TotalsByUse(load=40, compile=20, busy=100, idle=20, lost=20)
     assert result.total_usd == pytest.approx(200 / 3600 * 0.10)
     assert result.usd.lost == pytest.approx(result.total_usd / 10)
     assert result.tokens_per_usd == pytest.approx(270_000)
@@ -65,7 +65,7 @@ def test_commit_after_the_last_heartbeat_is_charged_and_not_lost():
     # The engine was killed after the commit at 1090, before a heartbeat could record its last 20 busy seconds.
     killed = make_session(seconds=(20.0, 0.0, 30.0, 0.0), tokens=600, ended=False)
     result = account([make_unit_usage(busy_s=50.0, tokens=1500)], [killed], PRICE)
-    assert result.device_s == Shares(load=40, busy=100)
+    assert result.device_s == TotalsByUse(load=40, busy=100)
     assert result.num_lost_tokens == 0
     assert result.wall_s == pytest.approx(90)
 
@@ -129,5 +129,5 @@ def test_unit_counts_in_the_period_of_its_commit():
     """A unit takes 30 s. The first period ends after 10 s; the unit is committed in the second one, or never."""
     whole = make_session(seconds=(0.0, 0.0, 30.0, 0.0), tokens=1)
     at_midnight = dataclasses.replace(whole, last_seen_at=whole.started_at + 10, busy_s=10.0)
-    assert shares_by_period([at_midnight, whole], [0.0, 30.0]) == [Shares(), Shares(busy=30.0)]
-    assert shares_by_period([at_midnight, whole], [0.0, 0.0]) == [Shares(lost=10.0), Shares(lost=20.0)]
+    assert totals_by_period([at_midnight, whole], [0.0, 30.0]) == [TotalsByUse(), TotalsByUse(busy=30.0)]
+    assert totals_by_period([at_midnight, whole], [0.0, 0.0]) == [TotalsByUse(lost=10.0), TotalsByUse(lost=20.0)]

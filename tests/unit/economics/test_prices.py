@@ -8,8 +8,8 @@ from peagle.economics.prices import (
     Price,
     PriceTable,
     default_instance,
-    same_accelerator,
     price_lines,
+    same_accelerator,
 )
 from peagle.errors import PriceError
 

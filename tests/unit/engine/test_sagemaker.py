@@ -6,8 +6,8 @@ import pytest
 from peagle.engine.sagemaker import (
     SPECULATIVE_CONFIG_VARIABLE,
     drafter_options,
+    parse_switch,
     serve_options,
-    switch,
     to_sagemaker_env,
     vllm_arguments,
 )
@@ -249,7 +249,7 @@ def test_unsupported_variable_is_named(tmp_path, variables, reason):
 
 def test_invalid_switch_is_refused():
     with pytest.raises(ConfigError, match="PEAGLE_SAGEMAKER must be true or false, not 'maybe'"):
-        switch("PEAGLE_SAGEMAKER", "maybe")
+        parse_switch("PEAGLE_SAGEMAKER", "maybe")
 
 
 def test_model_variable_precedes_model_folder_and_hub_id(tmp_path):

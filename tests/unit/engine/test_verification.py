@@ -101,6 +101,12 @@ def test_drafter_pauses_when_steps_without_drafts_are_faster():
     assert not budget.drafting_pays(32, now_s=100.0)
     assert not budget.drafting_pays(24, now_s=129.0)
     assert budget.drafting_pays(16, now_s=129.0)  # the load is half as high
+    assert not budget.drafting_pays(32, now_s=129.0)  # and returns before the retry
+
+
+def test_another_load_is_tried_before_drafting_pauses():
+    _, budget = simulate(32, 1.5)
+    assert budget.drafting_pays(8, now_s=0.0)
 
 
 def test_paused_drafter_is_tried_again_less_and_less_often():

@@ -72,8 +72,8 @@ def test_follower_starts_like_vllm_serve_headless():
 def test_arguments_are_parsed_like_vllm_serve():
     arguments = vllm_internals.ServeArguments()
     assert {"max_model_len", "no_enforce_eager", "api_key"} <= arguments.names
-    assert "max_model_len" in arguments.of_engine
-    assert "api_key" not in arguments.of_engine
+    assert "max_model_len" in arguments.engine_fields
+    assert "api_key" not in arguments.engine_fields
     assert (arguments.is_switch("enforce_eager"), arguments.is_switch("api_key")) == (True, False)
     assert arguments.destination("no_enable_prefix_caching") == "enable_prefix_caching"
     assert arguments.default("trust_remote_code") is False

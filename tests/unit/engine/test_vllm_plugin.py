@@ -110,7 +110,7 @@ def test_expand_repeats_and_replaces_values(dtype):
 
 
 def test_kernel_is_replaced_in_vllm_029_and_032(kernels):
-    vllm_plugin.replace_kernel()
+    vllm_plugin.replace_expand_kernel()
     kernels.sampler.expand_kernel = kernels.table.expand_kernel
     vllm_plugin.probe()
     kernels.sampler.expand_kernel = KernelLauncher(kernels.table._expand_kernel_impl)
@@ -119,7 +119,7 @@ def test_kernel_is_replaced_in_vllm_029_and_032(kernels):
 
 def test_kernel_is_replaced_if_vllm_has_only_its_implementation(kernels, monkeypatch):
     monkeypatch.delattr(kernels.table, "expand_kernel")
-    vllm_plugin.replace_kernel()
+    vllm_plugin.replace_expand_kernel()
     assert kernels.table._expand_kernel_impl is vllm_plugin.expand
     assert not hasattr(kernels.table, "expand_kernel")
 
@@ -156,7 +156,7 @@ def test_worker_probes_its_kernel_only_with_a_drafter(kernels, monkeypatch):
 
 
 def test_vllms_own_kernel_is_still_wrong(script_output):
-    """Once this fails, vLLM has fixed issue 55005: `replace_kernel` can be removed, and the probe stays."""
+    """Once this fails, vLLM has fixed issue 55005: `replace_expand_kernel` can be removed, and the probe stays."""
     assert "the kernel is right: False" in script_output
 
 
@@ -224,7 +224,7 @@ _SCRIPT = """if True:
 
     print("original keys:", cache_keys())
     for _ in range(2):  # a process may load plug-ins more than once
-        vllm_plugin.share_between_cores()
+        vllm_plugin.share_compiled_code()
     print("fixed keys:", cache_keys())
 
     class Model(torch.nn.Module):
@@ -277,7 +277,7 @@ def test_compiled_code_is_loaded(script_output):
 
 
 def test_vllms_cache_keys_still_depend_on_cores(script_output):
-    """Once this fails, vLLM's cache keys no longer depend on the cores: `share_between_cores` can be removed."""
+    """Once this fails, vLLM's cache keys no longer depend on the cores: `share_compiled_code` can be removed."""
     assert "original keys: [0, 1, 2]" in script_output
 
 

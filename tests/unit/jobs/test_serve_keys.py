@@ -61,10 +61,10 @@ def test_key_expiry_is_listed(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("flag", "value", "message"),
     [
-        ("--expires-in-days", "0", "the key would never be valid"),
-        ("--expires-in-days", "nan", "the key would never be valid"),
-        ("--expires-in-days", "inf", "the key would never be valid"),
-        ("--expires-at", "2020-01-01", "the key would never be valid"),
+        ("--expires-in-days", "0", "not a valid expiry time"),
+        ("--expires-in-days", "nan", "not a valid expiry time"),
+        ("--expires-in-days", "inf", "not a valid expiry time"),
+        ("--expires-at", "2020-01-01", "not a valid expiry time"),
         ("--expires-at", "tomorrow", "not a valid time"),
         ("--max-parallel-requests", "0", "max_parallel_requests"),
     ],

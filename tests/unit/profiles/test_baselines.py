@@ -44,12 +44,12 @@ def test_baseline_of_a_table_equals_its_benchmark():
     assert baseline_of_table(table, "eagle3", 64) is None
     interpolated = baseline_of_table(table, "eagle3", 4)  # between two measured K
     assert interpolated is not None
-    assert interpolated.steps[0].error == pytest.approx((0.123 + 0.028) / 2), "the larger error of the two"
+    assert interpolated.steps[0].error == pytest.approx((0.123 + 0.028) / 2), "the larger error of the two K"
 
 
 def test_benchmark_is_the_baseline_only_of_its_heads_and_model():
     benchmark = read_benchmark(BENCHMARK_FILE)
-    assert benchmark.baseline(session(k=0)) is None, "the head was measured at several K"
+    assert benchmark.baseline(session(k=0)) is None, "K is not recorded, and the head was measured at several"
     assert benchmark.baseline(session(k=9)) is None
     assert benchmark.baseline(session("another head")) is None
     plain = benchmark.baseline(session(None, 0))

@@ -97,7 +97,7 @@ def test_response_format_without_a_schema_is_translated(response_type, expected)
             "body.logit_bias: logit_bias has 1,025",
         ),
         ({"messages": MESSAGES, "repetition_detection": {"max": 1}}, "body.repetition_detection: unknown 'max'"),
-        ({"messages": MESSAGES, "structured_outputs": {}}, "body.structured_outputs: requires one of json, regex"),
+        ({"messages": MESSAGES, "structured_outputs": {}}, "body.structured_outputs: requires exactly one of"),
         ({"messages": MESSAGES, "structured_outputs": {"regexp": "x"}}, "body.structured_outputs: unknown 'regexp'"),
         ({"messages": MESSAGES, "structured_outputs": {"regex": "a{1,999999}"}}, "body.structured_outputs: it repeats"),
         ({"messages": MESSAGES, "json_schema": {}}, "body: unknown parameter 'json_schema'"),

@@ -67,7 +67,7 @@ class CorpusRun:
             num_prompt_tokens=2 * len(answers),
             num_output_tokens=len(answers),
         )
-        assert self.run.commit(unit.unit.unit, unit.output(answers, "m", None), usage, unit.letters())
+        assert self.run.commit(unit.unit.unit, unit.output(answers, "m", None), usage, unit.dead_letter_records())
 
     def _unit_table(self, unit):
         with open_to_read(self.run.unit_path(unit)) as file:

@@ -42,7 +42,7 @@ def test_unit_without_rows_is_prepared_as_empty(planned_batch):
     (prepared,) = map(decode_rows, prepare_units(pa.table({"units": [unit_to_json(unit)]}), run=resolved))
     assert not is_unfinished(prepared)
     empty = PreparedUnit(prepared)
-    assert (empty.unit, empty.prompts, empty.letters()) == (unit, [], [])
+    assert (empty.unit, empty.prompts, empty.dead_letter_records()) == (unit, [], [])
     full = PreparedUnit(decode_rows(next(prepare_units(batch, run=resolved))))
     assert empty.output({}, "m", None).schema == full.output({}, "m", None).schema
 

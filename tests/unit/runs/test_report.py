@@ -11,7 +11,7 @@ from peagle.errors import CapacityError
 from peagle.runs import report
 from peagle.runs.columns import OUTPUT_SCHEMA
 from peagle.runs.directory import RunDirectory
-from peagle.runs.report import failures, histogram, make_report, row_figures
+from peagle.runs.report import failures, histogram, make_report, row_statistics
 
 
 def test_unwritable_report_is_an_error(tmp_path, one_unit_plan, monkeypatch):
@@ -100,10 +100,10 @@ def make_row(number, **more):
     }
 
 
-def test_row_figures_have_finish_reasons_and_percentiles(run):
+def test_row_statistics_have_finish_reasons_and_percentiles(run):
     rows = [make_row(number, finish_reason="length" if number % 4 == 0 else "stop") for number in range(100)]
     commit(run, rows)
-    figures = row_figures(run)
+    figures = row_statistics(run)
     assert figures["num_read"] == 100
     assert figures["finish_reasons"] == {"stop": 75, "length": 25}
     lengths = figures["measures"]["num_output_tokens"]
@@ -115,18 +115,18 @@ def test_row_figures_have_finish_reasons_and_percentiles(run):
     }  # fmt: skip
 
 
-def test_row_figures_have_three_samples_with_truncated_texts(run):
+def test_row_statistics_have_three_samples_with_truncated_texts(run):
     commit(run, [make_row(number, response="x" * 5000) for number in range(9)])
-    samples = row_figures(run)["samples"]
+    samples = row_statistics(run)["samples"]
     assert [sample["id"] for sample in samples] == ["000000000", "000000004", "000000008"]
     assert samples[1]["input"] == [["prompt", "prompt 4"], ["weight", "0.5"]]
     assert len(samples[1]["answer"]) < 1300
     assert samples[1]["answer"].endswith("x …")
 
 
-def test_row_figures_of_two_rows_without_ttft(run):
+def test_row_statistics_of_two_rows_without_ttft(run):
     commit(run, [make_row(number, ttft_s=None) for number in range(2)])
-    figures = row_figures(run)
+    figures = row_statistics(run)
     assert [sample["id"] for sample in figures["samples"]] == ["000000000", "000000001"]
     assert "ttft_s" not in figures["measures"]
 
@@ -136,15 +136,15 @@ def test_large_runs_are_sampled(run, monkeypatch):
     monkeypatch.setattr("peagle.runs.directory.BATCH_ROWS", 3)
     for unit in range(4):
         commit(run, [make_row(10 * unit + number) for number in range(5)], unit=unit)
-    figures = row_figures(run)
+    figures = row_statistics(run)
     assert figures["num_read"] == 6
     assert [sample["id"] for sample in figures["samples"]] == ["000000000", "000000020", "000000022"]
 
 
-def test_row_figures_are_none_without_rows(run):
-    assert row_figures(run) is None
+def test_row_statistics_are_none_without_rows(run):
+    assert row_statistics(run) is None
     commit(run, [], dead_letters=[{"reason": "refused", "message": "no"}])
-    assert row_figures(run) is None
+    assert row_statistics(run) is None
 
 
 def test_failures_are_counted_by_reason(run):

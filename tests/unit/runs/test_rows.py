@@ -87,7 +87,10 @@ def test_dead_letters_have_row_unit_and_reason(prepared_unit):
     unit = {"unit": 3, "attempt": 1}
     refused = {"reason": "refused", "message": "no", "row": {"prompt": "ab", "id": 7}}
     invalid = {"reason": "invalid_row", "message": "not valid JSON", "row": "{bad"}
-    assert prepared_unit.letters() == [{"id": "000000040", **unit, **refused}, {"id": "000000041", **unit, **invalid}]
+    assert prepared_unit.dead_letter_records() == [
+        {"id": "000000040", **unit, **refused},
+        {"id": "000000041", **unit, **invalid},
+    ]
 
 
 def test_dead_letters_have_the_input_row_as_json(tmp_path):
@@ -104,7 +107,7 @@ def test_dead_letters_have_the_input_row_as_json(tmp_path):
     run = RunDirectory(tmp_path / "run")
     for folder in (run.data, run.failed):
         folder.mkdir(parents=True)
-    run.commit(3, unit.output({}, "m", None), USAGE, unit.letters())
+    run.commit(3, unit.output({}, "m", None), USAGE, unit.dead_letter_records())
     assert [letter["row"] for letter in run.letters_of_unit(3)] == [
         {"prompt": None, **expected},
         {"prompt": "p", **expected},

@@ -18,7 +18,7 @@ def test_invalid_engine_range_is_refused(text):
     ("num_possible", "num_units", "expected"), [(1, 1000, 2), (5, 1000, 5), (20, 1000, 8), (20, 30, 3), (20, 1, 2)]
 )
 def test_number_of_engines_at_start_is_limited_by_machines_and_units(num_possible, num_units, expected):
-    assert EngineRange(2, 8).at_start(num_possible, num_units, 10) == expected
+    assert EngineRange(2, 8).initial_number(num_possible, num_units, 10) == expected
 
 
 def test_engine_loads_if_it_works_longer_than_it_loads():

@@ -28,7 +28,7 @@ def test_passed_deadline_stops_the_run(monkeypatch, make_request):
     assert error.value.hint == "the same command continues the run: peagle generate --output runs/a"
 
 
-def test_stop_ends_the_wait_for_a_cluster(make_request):
+def test_run_with_a_stop_signal_has_no_time_left(make_request):
     request, other = make_request(), make_request()
     request.require_time()
     request.stop.set()

@@ -128,7 +128,7 @@ def test_rows_wait_in_the_engine_only_without_a_time_limit(make_run):
 
 
 def call_until_committed(run, make_engine, unit, **options):
-    """Call new actors until one commits the unit; return the number that crashed, and their last notes of suspects."""
+    """Call new actors until one commits the unit; return how many crashed, and the suspects after the last crash."""
     for num_ended in range(10):
         try:
             asyncio.run(run.process_unit(run.make_worker(make_engine(), **options), unit))
@@ -264,7 +264,7 @@ def test_hanging_self_check_ends_the_run(make_run):
 
 
 @pytest.mark.parametrize(("is_lost", "expected_error"), [(True, ProcessEnded), (False, EngineError)])
-def test_lost_node_ends_the_process_and_other_failures_the_run(make_run, monkeypatch, is_lost, expected_error):
+def test_lost_node_ends_the_process_but_other_failures_end_the_run(make_run, monkeypatch, is_lost, expected_error):
     def start(spec, *, engine_index, num_engines_on_node, node_rank):
         assert node_rank == "rank"
         raise EngineError("vLLM did not start: its core ended")
@@ -285,7 +285,7 @@ def test_lost_node_ends_the_process_and_other_failures_the_run(make_run, monkeyp
 
 
 class Lender:
-    """Lends a fake engine that bills two seconds per row."""
+    """Stands in for an endpoint that lends a fake engine, and bills two seconds per row."""
 
     num_slots = 3
 

@@ -9,10 +9,10 @@ from peagle.errors import CapacityError
 from pipelines.cluster import placement
 from pipelines.cluster.placement import (
     PREPARE_CPUS,
+    accelerator_placement,
     missing_resources,
     node_to_inspect,
     num_engine_nodes,
-    on_accelerators,
     place,
 )
 
@@ -74,7 +74,7 @@ def test_more_ranks_than_cores_are_refused():
 @pytest.mark.parametrize(("cpus_by_node", "num_engines"), [([8.0], 7), ([9.0], 8), ([8.0, 2.0], 9), ([1.0, 0.25], 1)])
 def test_number_of_engines_that_fit_leaves_cpus_for_preparation(cpus_by_node, num_engines):
     nodes = [{"CPU": number, "GPU": 8.0} for number in cpus_by_node]
-    assert placement.num_engines_that_fit(nodes, on_accelerators(1)) == num_engines
+    assert placement.num_engines_that_fit(nodes, accelerator_placement(1)) == num_engines
 
 
 @pytest.mark.parametrize(
@@ -115,22 +115,22 @@ def test_cpu_engines_are_divided_among_all_nodes():
 )
 def test_node_to_inspect_has_the_accelerators_of_an_engine(per_engine, kind, expected):
     nodes = {"head": HEAD, "p5": P5, "g7e": G7E}
-    assert node_to_inspect(nodes, on_accelerators(per_engine, accelerator_type=kind)) == expected
-    assert node_to_inspect({"head": HEAD}, on_accelerators(per_engine, accelerator_type=kind)) is None
+    assert node_to_inspect(nodes, accelerator_placement(per_engine, accelerator_type=kind)) == expected
+    assert node_to_inspect({"head": HEAD}, accelerator_placement(per_engine, accelerator_type=kind)) is None
 
 
 def test_accelerator_type_is_respected():
-    engine = on_accelerators(1, accelerator_type="H100")
+    engine = accelerator_placement(1, accelerator_type="H100")
     assert placement.num_engines_that_fit([HEAD, G7E, G7E], engine) == 0
     assert placement.num_engines_that_fit([HEAD, G7E, P5], engine) == 8
     assert (
         missing_resources([HEAD, G7E], engine, 1)
         == "each needs 1 H100 GPU(s) on one node, and 2 node(s) have room for 0"
     )
-    assert missing_resources([HEAD, G7E], on_accelerators(1, accelerator_type="any"), 1) == ""
+    assert missing_resources([HEAD, G7E], accelerator_placement(1, accelerator_type="any"), 1) == ""
     assert engine.bundles == [{"CPU": 1.0, "GPU": 1.0, "accelerator_type:H100": 0.001}]
     assert engine.options == {"num_cpus": 1, "num_gpus": 1, "accelerator_type": "H100"}
-    assert on_accelerators(2).options == {"num_cpus": 1, "num_gpus": 2}
+    assert accelerator_placement(2).options == {"num_cpus": 1, "num_gpus": 2}
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_accelerator_type_is_respected():
 )
 def test_number_of_engines_that_fit_on_several_nodes(parts_by_node, nodes_per_engine, num_engines):
     nodes = [{"CPU": 100.0, "GPU": 4.0 * number} for number in parts_by_node]
-    engine = on_accelerators(4 * nodes_per_engine, nodes_per_engine=nodes_per_engine)
+    engine = accelerator_placement(4 * nodes_per_engine, nodes_per_engine=nodes_per_engine)
     assert placement.num_engines_that_fit(nodes, engine) == num_engines
     assert missing_resources(nodes, engine, num_engines) == ""
     where = f"each of {nodes_per_engine} nodes" if nodes_per_engine > 1 else "one node"
@@ -159,7 +159,7 @@ def test_number_of_engines_that_fit_on_several_nodes(parts_by_node, nodes_per_en
 
 
 def test_placement_of_engine_on_several_nodes():
-    engine = on_accelerators(16, nodes_per_engine=2, accelerator_type="H100")
+    engine = accelerator_placement(16, nodes_per_engine=2, accelerator_type="H100")
     assert (engine.num_gpus, engine.num_devices) == (8, 16)
     assert engine.resources_per_node == {"CPU": 1, "GPU": 8.0, "accelerator_type:H100": 0.001}
     assert engine.bundles == [engine.resources_per_node] * 2

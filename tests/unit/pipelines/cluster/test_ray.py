@@ -10,7 +10,7 @@ import pytest
 from peagle.errors import CapacityError, ConfigError, EngineError, StoppedEarly
 from peagle.signals import signals_as_interrupts
 from pipelines.cluster import ray as cluster
-from pipelines.cluster.placement import on_accelerators
+from pipelines.cluster.placement import accelerator_placement
 from pipelines.cluster.ray import ray_cluster
 
 
@@ -160,7 +160,7 @@ def growing_cluster(monkeypatch):
 
     def require(*nodes, num_engines, wait_s=900.0, check=lambda: None):
         node_snapshots[:] = nodes
-        engine = on_accelerators(1, accelerator_type="RTX-PRO-6000")
+        engine = accelerator_placement(1, accelerator_type="RTX-PRO-6000")
         cluster.require_capacity(engine, num_engines, wait_s=wait_s, check=check, announce=messages.append)
 
     return require, requests, messages

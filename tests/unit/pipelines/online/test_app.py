@@ -9,9 +9,9 @@ from peagle.engine.spec import DrafterSpec, EngineSpec
 from peagle.engine_options import ResolvedEngine
 from peagle.errors import CapacityError, ConfigError, PriceError
 from peagle.hardware import Hardware
-from pipelines.cluster.placement import Placement, on_accelerators
+from pipelines.cluster.placement import Placement, accelerator_placement
 from pipelines.online import app
-from pipelines.online.app import Served, endpoint_price, gate_settings, model_card, placements
+from pipelines.online.app import EndpointModel, endpoint_price, gate_settings, model_card, placements
 from pipelines.online.config import ServeConfig
 from pipelines.online.gateway.keys import new_key, write_keys
 from pipelines.online.replica.account import EngineAccount
@@ -33,7 +33,7 @@ def resolve_models(config):
         model=SimpleNamespace(name="m", card=None, vocab_size=100, config={}),
         drafter=ResolvedDrafter(spec=HEAD, name="head", note="as requested", fingerprint="f"),
     )
-    return [Served(options=options, engine=engine, placement=PLACEMENT) for options in config.served]
+    return [EndpointModel(options=options, engine=engine, placement=PLACEMENT) for options in config.served]
 
 
 def make_settings(tmp_path, **options):
@@ -240,12 +240,12 @@ BIG_MODEL = {"name": "big", "tensor_parallel_size": 4}
 
 def test_endpoint_and_batches_can_share_the_only_accelerator(tmp_path):
     result = placements_of(1, batches=tmp_path, min_replicas=0, name="m")
-    assert result == {"m": on_accelerators(1)}
+    assert result == {"m": accelerator_placement(1)}
 
 
 def test_engines_of_several_sizes_share_a_node():
     result = placements_of(8, models=[BIG_MODEL, {"name": "small", "max_replicas": 4}])
-    assert result == {"big": on_accelerators(4), "small": on_accelerators(1)}
+    assert result == {"big": accelerator_placement(4), "small": accelerator_placement(1)}
 
 
 def test_engines_must_fit_together():
@@ -261,4 +261,4 @@ def test_first_engines_of_a_batch_must_fit(tmp_path):
     assert placements_of(2, batches=tmp_path, batch_engines="2:4")
     with pytest.raises(CapacityError, match=r"batch_engines 3: a batch of m starts with 3 engine.*do not fit"):
         placements_of(2, batches=tmp_path, batch_engines="3", name="m")
-    assert placements_of(2, batches=tmp_path, batch_engines="endpoint", name="m") == {"m": on_accelerators(1)}
+    assert placements_of(2, batches=tmp_path, batch_engines="endpoint", name="m") == {"m": accelerator_placement(1)}

@@ -182,10 +182,10 @@ def test_batches_use_the_current_limits_of_keys(monkeypatch, tmp_path):
     monkeypatch.setattr(ingress, "Batches", lambda *_, **options: options["current_key"])
     (_, alice), (_, revoked) = new_key("alice"), new_key("gone")
     endpoint = SimpleNamespace(_cost=SimpleNamespace(spent_usd=None), _ring=KeyRing(None, (alice,)))
-    current_key = ingress.PeagleIngress._make_batches(endpoint, SimpleNamespace(lends=False))
+    current_key = ingress.PeagleIngress._make_batches(endpoint, SimpleNamespace(uses_idle_slots=False))
     assert (current_key(alice), current_key(revoked)) == (alice.without_hash(), None)
     endpoint._ring = None
-    assert ingress.PeagleIngress._make_batches(endpoint, SimpleNamespace(lends=False)) is None
+    assert ingress.PeagleIngress._make_batches(endpoint, SimpleNamespace(uses_idle_slots=False)) is None
 
 
 def test_operator_sees_all_budgets(tmp_path):

@@ -42,7 +42,7 @@ def progress_at(number, train_s=0.5):
 
 def test_each_step_is_reported_once_when_a_resume_truncates_the_metrics(tmp_path):
     metrics, steps = Metrics(tmp_path), []
-    listener = Listener(step=lambda progress: steps.append(progress.step))
+    listener = Listener(on_step=lambda progress: steps.append(progress.step))
     metrics.append(progress_at(1))
     with _ProgressFollower(tmp_path, listener, FakeSpending()):
         metrics.append(progress_at(2))

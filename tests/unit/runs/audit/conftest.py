@@ -56,7 +56,7 @@ class FakeRun:
             speculation=sum(drafts, start=SpeculationStats.empty()),
         )
         table = prepared.output(generations, self.resolved.model.name, self.resolved.drafter.name)
-        assert self.run.commit(unit.unit, table, usage, prepared.letters())
+        assert self.run.commit(unit.unit, table, usage, prepared.dead_letter_records())
 
     async def _generations(self, prepared):
         base = self.resolved.sampling.base

@@ -101,7 +101,7 @@ class FakeHandle:
     def counts(self):
         return self.current
 
-    def allow(self, usd):
+    def set_cost_limit(self, usd):
         self.allowed.append(usd)
 
     def stop(self, reason):

@@ -52,10 +52,11 @@ def test_batches_on_the_endpoints_engines_need_no_cores(tmp_path):
     config = ServeConfig(batches=str(tmp_path / "b"), batch_engines="endpoint", max_replicas=3, usd_per_hour=2)
     settings = settings_of(config, tmp_path)
     batch_model = settings.models["smollm2-135m"]
-    assert (batch_engine_range(config), settings.lends, batch_model.lent_slots) == ((0, 0), True, 3 * SPEC.max_num_seqs)
+    assert (batch_engine_range(config), settings.uses_idle_slots) == ((0, 0), True)
+    assert batch_model.lent_slots == 3 * SPEC.max_num_seqs
     assert GenerateConfig(input="x", output=tmp_path / "run", **batch_model.config).engines == "1"
     placement = batch_model.neighbours.placement
     assert (placement.num_cpus < 0.1, placement.num_devices, placement.device) == (True, 2, "vcpu")
     assert batch_model.neighbours.slot_group != "app", "a batch process must not take an engine's cores"
-    assert not settings_of(ServeConfig(batches=str(tmp_path / "b")), tmp_path).lends
-    assert not ServeConfig(batch_engines="endpoint").lends_engines, "batches are disabled"
+    assert not settings_of(ServeConfig(batches=str(tmp_path / "b")), tmp_path).uses_idle_slots
+    assert not ServeConfig(batch_engines="endpoint").uses_idle_slots, "batches are disabled"

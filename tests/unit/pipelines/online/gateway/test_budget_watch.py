@@ -125,7 +125,7 @@ def test_tag_and_endpoint_budgets_are_watched(tmp_path, make_watch, clock, caplo
     ]
 
 
-def test_budget_status_has_spending_alert_and_reset(tmp_path, spend):
+def test_budget_status_has_spent_amount_alert_level_and_reset_date(tmp_path, spend):
     totals = Totals(tmp_path)
     spend(8.0)
     totals.catch_up()

@@ -34,7 +34,7 @@ STREAM = [
 
 
 async def is_healthy():
-    """Succeed, as the check of a live engine does."""
+    """Do nothing, like the health check of a live engine."""
 
 
 async def generate(items, error=None):
@@ -328,7 +328,7 @@ def test_crashed_engine_leaves_no_record(engine_account, tmp_path):
     assert not RequestReader(tmp_path / "ledger").new()
 
 
-# --- power cuts
+# --- durable records
 
 
 async def test_answer_ends_after_its_record_is_on_disk(engine_account, tmp_path, monkeypatch):
