@@ -213,7 +213,7 @@ def count_machines(machine: Machine, num_tokens: float, within_s: float, *, prov
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Option:
+class Fleet:
     """A fleet: machines of one type and market, and the measured cell of their engines.
 
     `estimate` is None for a service.
@@ -250,9 +250,9 @@ class Option:
         return self.usd_per_h / 3600 / tokens_per_s * 1e6
 
 
-def find_fleets(config: PlanConfig, sweeps: Sequence[Sweep], table: PriceTable) -> tuple[list[Option], list[str]]:
+def find_fleets(config: PlanConfig, sweeps: Sequence[Sweep], table: PriceTable) -> tuple[list[Fleet], list[str]]:
     """Return all fleets that meet the goal, from cheapest to most expensive, and reasons why other fleets do not."""
-    fleets: list[Option] = []
+    fleets: list[Fleet] = []
     reasons: list[str] = []
     for sweep, price in _applicable_prices(config, sweeps, table, reasons):
         if price.num_devices < sweep.devices_per_engine:
@@ -268,20 +268,20 @@ def find_fleets(config: PlanConfig, sweeps: Sequence[Sweep], table: PriceTable) 
                 f"{sweep.devices_per_engine}"
             )
             continue
-        fleets += _options_at_price(config, sweep, price, reasons)
-    return sorted(fleets, key=lambda option: (option.usd, option.num_machines)), list(dict.fromkeys(reasons))
+        fleets += _fleets_at_price(config, sweep, price, reasons)
+    return sorted(fleets, key=lambda fleet: (fleet.usd, fleet.num_machines)), list(dict.fromkeys(reasons))
 
 
-def with_cell(option: Option, cell: Cell, config: PlanConfig) -> Option | None:
+def with_cell(fleet: Fleet, cell: Cell, config: PlanConfig) -> Fleet | None:
     """Return a fleet of the same machine type and market with another cell; None if no number of machines suffices."""
-    return _option(config, option.sweep, cell, option.machine.price)
+    return _fleet(config, fleet.sweep, cell, fleet.machine.price)
 
 
-def exceeded_limit(option: Option, config: PlanConfig) -> str | None:
+def exceeded_limit(fleet: Fleet, config: PlanConfig) -> str | None:
     """Return a message about the limit that a fleet exceeds, or None."""
-    if not _within_limits(config, option.cell):
+    if not _within_limits(config, fleet.cell):
         return "exceeds the latency limits"
-    if config.max_machines is not None and option.num_machines > config.max_machines:
+    if config.max_machines is not None and fleet.num_machines > config.max_machines:
         return f"needs more machines than --max-machines {config.max_machines}"
     return None
 
@@ -290,32 +290,32 @@ def _within_limits(config: PlanConfig, cell: Cell) -> bool:
     return cell.is_within(max_tpot_ms=config.max_tpot_ms, max_ttft_ms=config.max_ttft_ms)
 
 
-def _options_at_price(config: PlanConfig, sweep: Sweep, price: Price, reasons: list[str]) -> Iterator[Option]:
+def _fleets_at_price(config: PlanConfig, sweep: Sweep, price: Price, reasons: list[str]) -> Iterator[Fleet]:
     fitting = [cell for cell in sweep.cells if _within_limits(config, cell)]
     if not fitting:
         has_latencies = any(cell.tpot_s or cell.ttft_s for cell in sweep.cells)
         reason = "no measurement is within the latency limits" if has_latencies else "its latencies are unknown"
         reasons.append(f"{sweep.name}: {reason}")
     for cell in fitting:
-        option = _option(config, sweep, cell, price)
-        if option is None:
+        fleet = _fleet(config, sweep, cell, price)
+        if fleet is None:
             reasons.append(
                 f"{price.instance_type} {price.market}: starting and replacing machines leaves no time for work"
             )
-        elif limit := exceeded_limit(option, config):
+        elif limit := exceeded_limit(fleet, config):
             reasons.append(f"{price.instance_type} {price.market}: {limit}")
         else:
-            yield option
+            yield fleet
 
 
-def _option(config: PlanConfig, sweep: Sweep, cell: Cell, price: Price) -> Option | None:
+def _fleet(config: PlanConfig, sweep: Sweep, cell: Cell, price: Price) -> Fleet | None:
     machine = _machine_of(config, sweep, cell, price)
     if config.tokens_per_s is not None:
         sustained = machine.sustained_tokens_per_s * config.target_utilisation
         if sustained <= 0:
             return None
         num_machines_for_rate = max(1, -int(-config.tokens_per_s // sustained))
-        return Option(sweep=sweep, cell=cell, machine=machine, num_machines=num_machines_for_rate, estimate=None)
+        return Fleet(sweep=sweep, cell=cell, machine=machine, num_machines=num_machines_for_rate, estimate=None)
     assert config.tokens is not None, "a plan is for a job or a service"
     num_machines: int | None = 1
     if config.within is not None:
@@ -325,7 +325,7 @@ def _option(config: PlanConfig, sweep: Sweep, cell: Cell, price: Price) -> Optio
     job = estimate(machine, num_machines, config.tokens, provision_s=config.provision_s)
     if job is None:
         return None
-    return Option(sweep=sweep, cell=cell, machine=machine, num_machines=num_machines, estimate=job)
+    return Fleet(sweep=sweep, cell=cell, machine=machine, num_machines=num_machines, estimate=job)
 
 
 def _machine_of(config: PlanConfig, sweep: Sweep, cell: Cell, price: Price) -> Machine:

@@ -12,7 +12,7 @@ from peagle.errors import ConfigError
 from peagle.planning.config import PlanConfig
 from peagle.planning.options import (
     ASSUMED_START_S,
-    Option,
+    Fleet,
     exceeded_limit,
     find_fleets,
     with_acceptance_factor,
@@ -40,10 +40,10 @@ def make_plan(config: PlanConfig) -> dict[str, Any]:
             hint="allow more time, latency or machines, or measure other hardware",
         )
     chosen = fleets[0]
-    # The cheapest option for each machine and market, one with and one without a drafter.
-    best: dict[tuple[str, str, bool], Option] = {}
-    for option in fleets:
-        best.setdefault((option.machine.price.instance_type, option.market, option.cell.has_drafter), option)
+    # The cheapest fleet for each machine and market, one with and one without a drafter.
+    best: dict[tuple[str, str, bool], Fleet] = {}
+    for fleet in fleets:
+        best.setdefault((fleet.machine.price.instance_type, fleet.market, fleet.cell.has_drafter), fleet)
     return {
         "schema": SCHEMA,
         "model": chosen.sweep.model,
@@ -51,7 +51,7 @@ def make_plan(config: PlanConfig) -> dict[str, Any]:
         "labels": [label for sweep in sweeps for label in sweep.labels],
         "chosen": option_dict(chosen, config),
         "command": _command(chosen, config),
-        "options": [option_dict(option, config) for option in best.values()],
+        "options": [option_dict(fleet, config) for fleet in best.values()],
         "sensitivity": _sensitivity(chosen, config),
         "break_even_acceptance_length": _break_even(chosen, config),
         "least_acceptance_length": _least_length(chosen, config),
@@ -63,35 +63,35 @@ def make_plan(config: PlanConfig) -> dict[str, Any]:
     }
 
 
-def option_dict(option: Option, config: PlanConfig) -> dict[str, Any]:
-    cell, price, estimate = option.cell, option.machine.price, option.estimate
+def option_dict(fleet: Fleet, config: PlanConfig) -> dict[str, Any]:
+    cell, price, estimate = fleet.cell, fleet.machine.price, fleet.estimate
     return {
         "instance_type": price.instance_type,
         "place": f"{price.provider} {price.region}".strip(),
         "market": price.market,
         "usd_per_machine_h": price.usd_per_hour,
-        "measured": option.sweep.name,
-        "precision": option.sweep.precision,
-        "start_is_assumed": option.cell.start_s is None,
+        "measured": fleet.sweep.name,
+        "precision": fleet.sweep.precision,
+        "start_is_assumed": fleet.cell.start_s is None,
         "method": cell.method,
         "k": cell.k,
         "label": method_label(cell.method, cell.k),
         "concurrency": cell.concurrency,
         "output_tokens_per_s": cell.output_tokens_per_s,
         "acceptance_length": cell.acceptance_length,
-        "num_machines": option.num_machines,
-        "num_engines": option.num_engines,
+        "num_machines": fleet.num_machines,
+        "num_engines": fleet.num_engines,
         "hours": estimate.wall_s / 3600 if estimate else None,
         "usd": estimate.usd if estimate else None,
-        "usd_per_h": option.usd_per_h,
-        "usd_per_million_tokens": option.usd_per_million_tokens(config.tokens_per_s),
-        "lost_share": estimate.lost_share if estimate else 1 - option.machine.useful_share,
+        "usd_per_h": fleet.usd_per_h,
+        "usd_per_million_tokens": fleet.usd_per_million_tokens(config.tokens_per_s),
+        "lost_share": estimate.lost_share if estimate else 1 - fleet.machine.useful_share,
         "device_s": asdict(estimate.device_s) if estimate else None,
     }
 
 
-def _command(chosen: Option, config: PlanConfig) -> list[str]:
-    """Return the command that runs the chosen option: a bulk run, or an endpoint if the goal is tokens per second."""
+def _command(chosen: Fleet, config: PlanConfig) -> list[str]:
+    """Return the command for the chosen fleet: a bulk run, or an endpoint if the goal is tokens per second."""
     cell, price = chosen.cell, chosen.machine.price
     command = ["peagle", "generate" if config.tokens_per_s is None else "serve", "--model", chosen.sweep.model]
     command += ["--drafter", cell.method]
@@ -106,8 +106,8 @@ def _command(chosen: Option, config: PlanConfig) -> list[str]:
     return command
 
 
-def _sensitivity(chosen: Option, config: PlanConfig) -> list[dict[str, Any]]:
-    """Return the chosen option at other acceptance lengths; empty if its speed does not depend on them."""
+def _sensitivity(chosen: Fleet, config: PlanConfig) -> list[dict[str, Any]]:
+    """Return the chosen fleet at other acceptance lengths; empty if its speed does not depend on them."""
     length = chosen.cell.acceptance_length
     if length is None or not chosen.cell.drafts_each_step:
         return []
@@ -115,13 +115,13 @@ def _sensitivity(chosen: Option, config: PlanConfig) -> list[dict[str, Any]]:
     for factor in (0.7, 0.8, 0.9, 1.0, 1.1, 1.2):
         if not 1 <= length * factor <= chosen.cell.k + 1:
             continue
-        option = with_cell(chosen, with_acceptance_factor(chosen.cell, factor), config)
-        if option is not None:
-            rows.append(option_dict(option, config) | {"factor": factor, "beyond": exceeded_limit(option, config)})
+        fleet = with_cell(chosen, with_acceptance_factor(chosen.cell, factor), config)
+        if fleet is not None:
+            rows.append(option_dict(fleet, config) | {"factor": factor, "beyond": exceeded_limit(fleet, config)})
     return rows
 
 
-def _break_even(chosen: Option, config: PlanConfig) -> float | None:
+def _break_even(chosen: Fleet, config: PlanConfig) -> float | None:
     """Return the acceptance length below which the fastest possible cell without a drafter is cheaper."""
     length = chosen.cell.acceptance_length
     cells_without_drafter = [
@@ -136,8 +136,8 @@ def _break_even(chosen: Option, config: PlanConfig) -> float | None:
     return break_even_acceptance_length(length / chosen.cell.output_tokens_per_s, 1 / best)
 
 
-def _least_length(chosen: Option, config: PlanConfig) -> float | None:
-    """Find by bisection the acceptance length below which the chosen option exceeds a limit, if any."""
+def _least_length(chosen: Fleet, config: PlanConfig) -> float | None:
+    """Find by bisection the acceptance length below which the chosen fleet exceeds a limit, if any."""
     length = chosen.cell.acceptance_length
     if length is None or not chosen.cell.drafts_each_step:
         return None
@@ -156,11 +156,11 @@ def _least_length(chosen: Option, config: PlanConfig) -> float | None:
     return sufficient
 
 
-def _is_possible(option: Option | None, config: PlanConfig) -> bool:
-    return option is not None and exceeded_limit(option, config) is None
+def _is_possible(fleet: Fleet | None, config: PlanConfig) -> bool:
+    return fleet is not None and exceeded_limit(fleet, config) is None
 
 
-def _notes_on_chosen(chosen: Option) -> list[str]:
+def _notes_on_chosen(chosen: Fleet) -> list[str]:
     cell, price = chosen.cell, chosen.machine.price
     notes = [f"The price might be wrong: {price.doubt}."] if price.doubt else []
     if cell.spread:

@@ -6,7 +6,7 @@ from jobs import cli, flags
 from peagle.economics.prices import Price, PriceTable
 from peagle.errors import ConfigError, PriceError
 from peagle.planning.config import PlanConfig
-from peagle.planning.options import Machine, Option, count_machines, estimate
+from peagle.planning.options import Fleet, Machine, count_machines, estimate
 from peagle.planning.plan import make_plan, text_plan
 from pipelines.batch.config import GenerateConfig
 from pipelines.online.config import ServeConfig
@@ -103,8 +103,8 @@ def test_service_does_not_pay_while_a_machine_is_replaced():
     candidate = machine(interruptions_per_h=12.0, replace_s=300.0, start_s=0.0)
     assert candidate.wall_per_paid == 2
     assert candidate.sustained_tokens_per_s == 50
-    option = Option(sweep=None, cell=None, machine=candidate, num_machines=2, estimate=None)
-    assert option.usd_per_h == 3.6
+    fleet = Fleet(sweep=None, cell=None, machine=candidate, num_machines=2, estimate=None)
+    assert fleet.usd_per_h == 3.6
 
 
 def test_plan_with_published_speeds_prints_a_valid_command(capsys):
