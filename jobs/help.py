@@ -30,7 +30,7 @@ class CommandParser(argparse.ArgumentParser):
             const="",
             metavar="GROUP",
             action=_HelpAction,
-            help="show the most used options; all: everything; or the name of a group",
+            help="show the most used options; with a group, its options; with all, every option",
         )
 
     def format_usage(self) -> str:

@@ -16,8 +16,8 @@ from peagle.storage import s3_client, storage_path
 # Variables of the user's shell must not change tests.
 for name in [name for name in os.environ if name.startswith("PEAGLE_") and name != "PEAGLE_HOME"] + ["RAY_ADDRESS"]:
     os.environ.pop(name, None)
-# Heads in the user's catalog must not change tests, either. The tests' PEAGLE_HOME is kept, because it caches the
-# converted target.
+# Heads in the user's catalog must not change tests, either. The tests' own PEAGLE_HOME is not deleted afterwards,
+# because it caches the converted target.
 os.environ["PEAGLE_HOME"] = str(peagle_home() / "tests")
 # Shells without job control let background processes ignore Ctrl-C, and commands under test would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -113,7 +113,7 @@ def s3(s3_server, monkeypatch):
 
 @pytest.fixture
 def moving_hub(tmp_path, monkeypatch):
-    """A Hugging Face hub for this test, with an empty cache."""
+    """A fake Hugging Face hub whose branches can move to other commits, with an empty cache."""
     from moving_hub import MovingHub
 
     return MovingHub(tmp_path / "hub", monkeypatch)

@@ -37,7 +37,7 @@ class Disk:
         if path.is_dir():
             self._record_folder(path)
         else:
-            self._hold(path)
+            self._keep_open(path)
             self._bytes[os.fstat(descriptor).st_ino] = Path(f"/proc/self/fd/{descriptor}").read_bytes()
 
     def images(self, folder: Path, *, num_random: int = 6, seed: int = 0) -> Iterator[Path]:
@@ -55,7 +55,7 @@ class Disk:
     def _record_folder(self, folder: Path) -> None:
         result = {}
         for path in folder.iterdir():
-            self._hold(path)
+            self._keep_open(path)
             result[path.name] = (path.stat().st_ino, path.is_dir())
         self._names[folder.stat().st_ino] = result
 

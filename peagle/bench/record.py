@@ -219,7 +219,7 @@ def acceptance(stats: Sequence[SpeculationStats]) -> dict[str, Any]:
 
 
 def source_notes(labelled_records: Iterable[tuple[str, PassRecord]]) -> list[str]:
-    """Return notes on accepted drafts by source, for labels with drafts of both lookup and a head."""
+    """Return notes on accepted drafts by source, for labels with drafts of prompt lookup."""
     stats_by_label: dict[str, SpeculationStats] = {}
     for label, record in labelled_records:
         stats_by_label[label] = stats_by_label.get(label, SpeculationStats.empty()) + record.speculation

@@ -87,7 +87,7 @@ class StoreWriter:
             stored = _spec_from(self._index["spec"])
             if differing := [name for name in asdict(spec) if getattr(stored, name) != getattr(spec, name)]:
                 raise ConfigError(
-                    f"{folder}: contains features with a different {', '.join(differing)}",
+                    f"{folder}: its features differ in {', '.join(differing)}",
                     hint="use another folder, or delete this one",
                 )
         # Users delete a damaged shard to extract it again, so ignore entries without a file.

@@ -43,7 +43,7 @@ T = TypeVar("T")
 REQUESTS, BEATS = "requests", "beats"  # the values of `kind`
 MERGED = "merged-"  # starts the id in names of merged files
 INDEX = ".index"  # suffix of the index of a merged file
-_MARK_BYTES = 4096  # the bytes before an offset, in its checksum; enough for several lines with unique ids
+_MARK_BYTES = 4096  # bytes before an offset that its checksum covers: several lines with unique ids
 _MAX_TRIES = 10  # attempts to list or read files that are being compacted
 
 
@@ -77,7 +77,7 @@ class Segment:
             return file.read() if self.size is None else file.read(self.size)
 
     def checksum_to(self, position: int) -> str:
-        """Return a checksum of the bytes before an offset, which identifies the offset."""
+        """Return a checksum of the last `_MARK_BYTES` before an offset, which identifies the offset."""
         with open_to_read(self.path) as file:
             start = max(0, position - _MARK_BYTES)
             file.seek(self.begin + start)

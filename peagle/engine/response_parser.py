@@ -41,7 +41,7 @@ class ResponseParser:
         self._parser_class = parser_class(tool_call_parser, reasoning_parser)
 
     def sampling(self, parsing: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the sampling parameters that the parsers need: a constraint for required tools, special tokens.
+        """Return the sampling parameters of the parsers: constraints of tools, and whether to keep special tokens.
 
         Args:
             parsing: the request's fields that the parsers use, such as `tools`.

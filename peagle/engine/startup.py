@@ -69,7 +69,7 @@ def start_limit(kill_children: Callable[[], None]) -> Iterator[None]:
 
 
 def format_start_warning(warning: str) -> str:
-    return f"warning of an engine's start: {warning}"
+    return f"warning from an engine's start: {warning}"
 
 
 class _Interrupt(BaseException):

@@ -65,7 +65,7 @@ class LinearCost:
     Coefficients that the observed features do not determine return to their expected values.
 
     Args:
-        shape: expected coefficients, relative to the first. Their scale comes from the first observation.
+        shape: expected coefficients, up to a common factor, which the first observation determines.
     """
 
     def __init__(self, shape: Sequence[float]) -> None:
@@ -174,8 +174,8 @@ class DraftBudget:
         self._survival_ratios = np.full(self.depth, 0.8)  # survival at each position / at the position before
         sources = ("greedy", "sampled", "lookup")
         self._calibrations = {source: Calibration(num_speculative_tokens) for source in sources}
-        # Coefficients for the first steps: the packaged target on two cores takes 23.5 ms, 0.1 ms per token up to 16
-        # and 0.4 ms per token above, and the drafter 7 ms
+        # Coefficients for the first steps: the packaged target on two cores takes 23.5 ms plus 0.1 ms per token up
+        # to 16 and 0.4 ms per token above that; the drafter takes 7 ms
         # (benchmarks/speculation/2026-11-27-smollm2-135m-amx-shipped.md).
         self._target_cost = LinearCost([1.0, 0.005, 0.012, 0.05])
         self._drafter_cost = LinearCost([0.2, 0.02, 0.005, 0.03, 0.003])
@@ -185,7 +185,7 @@ class DraftBudget:
         self._last_num_requests, self._mean_context_tokens = 0, 0.0  # of the last step
         self._recent_survival: Array = np.zeros((0, self.depth))  # [rows, K]
         self.prompt_cost = PromptCost()
-        self._num_trials = 0
+        self._num_trial_steps = 0
         self._is_paused, self._paused_at_load = False, 0
         self._retry_s, self._retry_at = _RETRY_S, 0.0
 
@@ -205,7 +205,7 @@ class DraftBudget:
 
         Args:
             source: the kind of requests, "greedy" or "sampled".
-            log_odds: [requests, K], the drafter's; not a number for a draft of the prompt lookup.
+            log_odds: [requests, K], the drafter's; NaN for a draft of the prompt lookup.
         """
         of_head = self._calibrations[source].probabilities(np.nan_to_num(log_odds))
         of_lookup = self._calibrations["lookup"].probabilities(np.zeros_like(log_odds))
@@ -226,9 +226,9 @@ class DraftBudget:
         )
         self._last_num_requests, self._mean_context_tokens = num_requests, context_tokens / num_requests
         self._recent_survival = np.concatenate([self._recent_survival, survival])[-_RECENT_ROWS:]
-        if depth == self.depth:  # otherwise the step only tries another depth
-            self._num_trials += 1
-            num_steps = min(self._num_trials, max(16, _GAIN_WINDOW // num_requests))
+        if depth == self.depth:  # otherwise the drafts only explore another depth
+            self._num_trial_steps += 1
+            num_steps = min(self._num_trial_steps, max(16, _GAIN_WINDOW // num_requests))
             self._update_gain(tokens, plain_tokens, num_steps)
         return np.asarray((survival >= threshold).sum(axis=1), dtype=np.float64)
 
@@ -243,7 +243,7 @@ class DraftBudget:
         survival = np.resize(self._recent_survival, (num_requests, self._recent_survival.shape[1]))
         self.choose_depth(survival, num_requests, context_tokens, self.depth)
         _, tokens, plain_tokens = self._best_step(survival, context_tokens, self.depth)
-        self._num_trials = 0
+        self._num_trial_steps = 0
         self._update_gain(tokens, plain_tokens, 1)
 
     def _best_step(self, survival: Array, context_tokens: int, depth: int) -> tuple[float, float, float]:
@@ -295,7 +295,7 @@ class DraftBudget:
             self.restart_trial()
         elif self._last_num_requests and not 0.5 < num_requests / self._last_num_requests < 2:
             self._adapt_to_load(num_requests)
-        if self._num_trials < _TRIAL_STEPS:
+        if self._num_trial_steps < _TRIAL_STEPS:
             return True
         if self._overall_gain >= 1:
             self._retry_s = _RETRY_S
@@ -306,8 +306,8 @@ class DraftBudget:
         return False
 
     def restart_trial(self) -> None:
-        """Forget the gain, so that drafting does not pause before it was measured again."""
-        self._num_trials = 0
+        """Forget the gain, so that drafting does not pause until its gain has been measured again."""
+        self._num_trial_steps = 0
         self._tokens = self._plain_tokens = 1.0
 
     def _target_s(self, num_requests: int, num_verified: Array, context_tokens: int) -> Array:
@@ -335,7 +335,7 @@ class DraftBudget:
 
         Args:
             source: as for `survival`.
-            log_odds: [requests, K]; not a number for a draft of the prompt lookup.
+            log_odds: [requests, K]; NaN for a draft of the prompt lookup.
             num_verified, num_accepted: [requests].
         """
         position = np.arange(log_odds.shape[1])

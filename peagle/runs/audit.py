@@ -1,4 +1,4 @@
-"""Audit a run: compare files with the plan and usage with the rows, and generate a sample of the rows again.
+"""Audit a run: compare the files with the plan, and the recorded usage with the rows; generate a sample of rows again.
 
 `regeneration.py` generates the sample. A finding is an error in the run; a note is only
 information, for example that the run is not finished. The audit writes nothing.
@@ -200,7 +200,7 @@ def audit_files(run: RunDirectory, manifest: dict[str, Any]) -> FilesAudit:
     audit.num_units_planned, audit.num_rows_planned = len(plan.units), plan.num_rows
     _check_plan(audit, plan, manifest)
     retried_rows = plan.retried_rows()
-    # Retried rows are positions in the unit's span; `row_id` accepts these only of a unit whose `rows` is None.
+    # Retried rows are positions in the unit's span; `row_id` accepts them only if `rows` is None.
     whole_units = (replace(unit, rows=None) for unit in plan.units if unit.unit in retried_rows)
     retried = {unit.unit: frozenset(map(unit.row_id, retried_rows[unit.unit])) for unit in whole_units}
     units = _audit_units(audit, run, plan, manifest, retried)
@@ -278,7 +278,7 @@ def _check_retries(audit: FilesAudit, plan: Plan, units: dict[int, "UnitAudit"],
             audit.add("plan", where, f"retries rows that unit {earlier.unit} does not have")
         elif earlier_audit is None:
             audit.add("lost", where, f"retries dead letters of unit {earlier.unit}, which is not committed")
-        # If a unit ran again after its retry, it skipped the retried rows: none of them is among its dead letters.
+        # A unit that ran again after its dead letters were retried skipped them: none is among its new dead letters.
         elif not earlier_audit.findings and letter_ids & retried_ids and letter_ids - retried_ids:
             audit.add("plan", where, f"does not retry all dead letters of unit {earlier.unit}")
 
@@ -316,7 +316,7 @@ def _read_sessions(audit: FilesAudit, run: RunDirectory) -> dict[str, EngineSess
             audit.add("damaged", f"ledger/{name}", getattr(error, "message", str(error)))
             continue
         for session in file_sessions:
-            if sessions.get(session.session_id, session) != session:  # equal while the ledger is being compacted
+            if sessions.get(session.session_id, session) != session:  # a session can be in two files, equally
                 audit.add("ledger", f"ledger/{name}", f"engine process {session.session_id} is recorded twice")
             sessions[session.session_id] = session
     return sessions

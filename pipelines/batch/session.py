@@ -1,6 +1,6 @@
 """One engine process from start to shutdown: its slot, its log and its heartbeats in the ledger.
 
-An actor that does not load its engine yet (`StartPolicy`) writes no session, so it is not charged.
+An actor that has not loaded its engine yet (`StartPolicy`) writes no session, so it is not charged.
 """
 
 import contextlib

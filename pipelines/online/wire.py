@@ -1,7 +1,7 @@
 """Paths, headers, errors and stream events of the API, and the usage in answers.
 
-usage                           prompt, cached and output tokens, at the end of a stream; if requested, also in each
-                                event, for that event's choice and its prompt only
+usage                           prompt, cached and output tokens: at the end of a stream, of the whole answer; if
+                                requested, also in each event, of its choice and prompt only
 metrics.speculative_decoding    drafts of the request; in the object with the final usage
 peagle                          peagle's summary with the request's cost; in the object with the final usage
 """
@@ -63,7 +63,7 @@ class Context:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeAnswer:
-    """A non-streaming answer from a replica, which is not parsed again: the client's JSON, and its usage.
+    """A non-streaming answer from a replica: the JSON for the client, which is not parsed again, and the usage.
 
     `reported` has `usage`, `metrics` and peagle's summary.
     """
@@ -126,7 +126,7 @@ class AnswerTally:
             self.num_cached_tokens = min(details.get("cached_tokens") or 0, self.num_prompt_tokens)
         drafts = (answer.get("metrics") or {}).get("speculative_decoding")
         if drafts:
-            # The counts of `vllm_drafts`, which clients do not get.
+            # `vllm_drafts` adds peagle's own counts to this field, which vLLM leaves empty. Clients do not get them.
             peagle_counts = drafts.pop("per_step_drafted", None) or ()
             self.speculation = SpeculationStats.from_histogram(
                 drafts["acceptance_histogram"], drafts["num_draft_tokens"], peagle_counts

@@ -32,7 +32,7 @@ _COPIED_OPTIONS = ("engines", "max_num_seqs", "tags", *PRICE_OPTIONS)
 def generate_responses(
     config: TrainConfig, progress: RunProgress, *, command: Sequence[str], engine: Literal["vllm", "fake"] = "vllm"
 ) -> None:
-    """Generate the missing responses into the runs that `config.response_sources` names."""
+    """Generate the missing responses with a bulk run for each decoding mode, in `config.responses_folder`."""
     target = load_target(config.model, config.aux_layers, progress.say)
     rows = read_prompts(config, progress.say)
     dead_letters = []

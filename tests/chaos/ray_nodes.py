@@ -130,7 +130,7 @@ class RayNodes:
         return [number for number, tree in trees if tree.intersection(pids)]
 
     def kill_node(self, number: int) -> bool:
-        """Kill a node as if its machine had failed, its raylet first; return False if the node had already ended."""
+        """Kill all processes of a node, as if its machine had failed; return False if the node had already ended."""
         node = self._nodes[number]
         tree = _tree(node)
         raylets = processes.raylets(node.pid)

@@ -1,6 +1,6 @@
 """Run `peagle generate` in a process that stops itself (SIGSTOP) at chosen durable steps.
 
-A step is any change of the run directory. Python's audit hook reports every link, rename, deletion and new folder in
+A step is any change in the run directory. Python's audit hook reports every link, rename, deletion and new folder in
 it, and every PUT, POST and DELETE to S3, so steps that are added to the code are noticed automatically. Drivers do not
 use Ray, and run the fake engine in their own process. They are forked from this process, which has imported everything,
 so a driver takes only a fraction of a second.
@@ -188,7 +188,7 @@ def run_in_fork(check: Callable[[], list[str]], result_file: Path) -> list[str]:
         try:
             result_file.write_text("\n".join(check()))
         except BaseException as error:
-            result_file.write_text(f"the audit crashed: {type(error).__name__}: {error}")
+            result_file.write_text(f"the check crashed: {type(error).__name__}: {error}")
         finally:
             os._exit(0)
     os.waitpid(pid, 0)

@@ -22,7 +22,8 @@ from peagle.charts import (
 )
 from peagle.economics.report.plots import tick, usd_tick, vertical_axis
 
-COLUMNS, GAP, NAME_HEIGHT, LINE_HEIGHT, MAX_LETTERS = 3, 24, 26, 16, 56  # sizes in pixels
+COLUMNS, MAX_LETTERS = 3, 56
+GAP, NAME_HEIGHT, LINE_HEIGHT = 24, 26, 16  # pixels
 FORMATTERS = {  # by Grafana's unit
     "currencyUSD": usd_tick,
     "percentunit": lambda share: f"{tick(100 * share)}%",

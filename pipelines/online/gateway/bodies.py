@@ -37,15 +37,15 @@ class BodyLimits:
     num_values: int
 
     def check(self, body: bytes) -> None:
-        if not self._excess(_counts(body)):  # these counts are upper bounds
+        if not self._exceeded_limit(_counts(body)):  # these counts are upper bounds
             return
         counts = [0, 0, 0]
         for piece in _outside_strings(body):
             counts = [total + added for total, added in zip(counts, _counts(piece), strict=True)]
-            if excess := self._excess(counts):
-                raise ApiError(400, f"the body has more than {excess}", code="too_many_values")
+            if limit := self._exceeded_limit(counts):
+                raise ApiError(400, f"the body has more than {limit}", code="too_many_values")
 
-    def _excess(self, counts: Sequence[int]) -> str | None:
+    def _exceeded_limit(self, counts: Sequence[int]) -> str | None:
         num_containers, num_members, num_values = counts
         if num_containers > self.num_containers:
             return f"{self.num_containers:,} lists and objects"

@@ -19,7 +19,7 @@ from pipelines.online.errors import ApiError, overloaded
 CRASH_SETTLE_S = 0.5  # the requests of a crashed engine fail within this time; afterwards its replica is gone
 _SAME_STEP_S = 0.05  # requests this close together might have entered the engine in the same step
 _PROBATION_S = 2.0  # a retried request that ran this long, or has output, is no longer a suspect
-_MAX_CRASHES, _WINDOW_S = 2, 300.0  # a key with so many crashes in this time is limited
+_MAX_CRASHES, _WINDOW_S = 2, 300.0  # a key with this many crashes within this time is limited
 _log = logging.getLogger("ray.serve")
 
 
@@ -51,7 +51,7 @@ class _Crash:
 
 
 class EngineCrashes:
-    """Engine crashes of the last minutes, by model and by key. `on_crash` is called once per crash."""
+    """Engine crashes of the last minutes, by model and by account (of a key). `on_crash` is called once per crash."""
 
     def __init__(
         self,

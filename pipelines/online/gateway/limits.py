@@ -4,7 +4,7 @@
 
 Every request counts when it arrives. Tokens and cost are reserved at their maximum until the actual number is known, so
 that a burst cannot exceed a limit. The maximum number of prompt tokens is the size of the body, which can be far too
-high. So the only running request of a key may use whatever is left of the minute and of the key's budgets. A request
+high. So a key's only running request may use all that is left of the minute and of the key's budgets. A request
 for a model without a price (`totals.py`) can only run alone. So a budget is exceeded by at most one request, plus the
 amount by which estimated prices are too low.
 
@@ -137,7 +137,7 @@ class KeyLimits:
         window.expire(now)
         if window.total >= limit:
             wait_s = window.wait_s(now, window.total - limit + 1)
-            noun = "requests for usage" if is_poll else "requests"
+            noun = "usage requests" if is_poll else "requests"
             raise _rate_limit_error(f"this key may make {limit} {noun} a minute", wait_s)
         window.add(now, 1)
 
@@ -300,7 +300,7 @@ def _raise_refusal(payer: Payer, refusal: Refusal | None) -> None:
 
 
 def _check_input_tokens(key: KeyRecord, window: TokenWindow, now: float, tokens: int) -> None:
-    """Refuse a prompt that might exceed the limit (429). The only running request may use whatever is left."""
+    """Refuse a prompt that might exceed the limit (429). A key's only running request may use all that is left."""
     limit = key.input_tokens_per_min
     if limit is None or window.excess(now, tokens, limit) <= 0:
         return

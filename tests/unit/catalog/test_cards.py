@@ -208,7 +208,7 @@ def test_gains_equal_the_published_gains():
         assert table.gains("peagle", over="none") == pytest.approx(gains_over_none, abs=0.0051)
 
 
-def test_card_has_jumpstarts_deployment_of_the_head():
+def test_card_has_the_sagemaker_jumpstart_deployment_of_the_head():
     (deployment,) = load_catalog().get(QWEN).heads["peagle"].deployments
     assert (deployment.num_speculative_tokens, deployment.instance_type) == (3, "ml.g7e.2xlarge")
     assert "https://aws.amazon.com/blogs/" in deployment.source

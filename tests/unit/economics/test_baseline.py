@@ -19,7 +19,7 @@ def test_step_times_are_interpolated():
     assert (between.step_s, between.plain_step_s, between.error) == (pytest.approx(0.040), pytest.approx(0.020), 0.05)
     assert between.break_even == pytest.approx(2.0)
     assert BASELINE.at(4).step_s == 0.060
-    assert BASELINE.at(6).error is None, "the step at concurrency 8 has no error"
+    assert BASELINE.at(6).error is None, "the error at concurrency 8 is unknown"
     assert BASELINE.at(64) == BASELINE.steps[2]
 
 

@@ -64,13 +64,13 @@ def test_latency_limit_determines_the_drafter(plan):
 
 
 def test_break_even_acceptance_length(plan):
-    # Within 30 ms, P-EAGLE generates 50 tokens/s at an acceptance length of 1.6. Without a drafter, 40 is the maximum.
+    # With at most 30 ms per token, P-EAGLE generates 50 tokens/s at an acceptance length of 1.6, no drafter at most 40.
     assert plan(max_tpot_ms=30)["break_even_acceptance_length"] == pytest.approx(1.28)
     assert plan()["break_even_acceptance_length"] is None
 
 
 def test_sensitivity_names_exceeded_limits(plan):
-    result = plan(max_tpot_ms=22, max_machines=9)  # 20 ms at 1.6, with 8 machines
+    result = plan(max_tpot_ms=22, max_machines=9)  # 20 ms per token at acceptance length 1.6, with 8 machines
     by_factor = {row["factor"]: row["beyond"] for row in result["sensitivity"]}
     assert by_factor == {
         0.7: "exceeds the latency limits", 0.8: "exceeds the latency limits", 0.9: "exceeds the latency limits",
@@ -119,7 +119,7 @@ def test_benchmark_reports_are_read(plan, write_report):
     "notes",
     [
         {"caveats": ["Not finished: 3 passes are left."], "notes": ["P-EAGLE: a head"]},
-        {"notes": ["Not finished: 3 passes are left."]},  # reports of earlier versions have no key caveats
+        {"notes": ["Not finished: 3 passes are left."]},  # reports of earlier versions have no `caveats`
     ],
 )
 def test_caveats_of_a_benchmark_are_in_the_plan(notes, plan, write_report):

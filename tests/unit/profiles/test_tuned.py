@@ -40,7 +40,7 @@ def test_run_uses_the_profile(resolve_with_profile):
 
 def test_drafter_that_loses_is_reported_once(resolve_with_profile):
     watch = resolve_with_profile(verify="all").drafter_watch()
-    # The acceptance length times the speed without the drafter, by the speed with the drafter.
+    # The acceptance length times the speed without the drafter, divided by the speed with it.
     assert watch.break_even_length == pytest.approx(1.6 * 40 / 50)
     assert watch.new_warnings(num_drafts=100, acceptance_length=1.1) == []
     (warning,) = watch.new_warnings(num_drafts=1000, acceptance_length=1.1)
@@ -53,7 +53,7 @@ def test_note_if_the_target_has_other_weights(resolve_with_profile, file):
     assert any("weights other, now fake" in note for note in notes(resolve_with_profile()))
 
 
-def test_note_if_the_head_is_another(resolve_with_profile, file):
+def test_note_if_the_head_is_a_different_one(resolve_with_profile, file):
     assert not any("head" in note for note in notes(resolve_with_profile())), (
         "the profile has no fingerprint of its head"
     )

@@ -63,7 +63,7 @@ def test_chat_options_need_a_chat_template(options):
         (PromptSpec(template="{{ a.b.c }}", chat=False), {"a": 1}, "template_error"),
         (PromptSpec(template="{{ 1 / a }}", chat=False), {"a": 0}, "template_error"),
         (PromptSpec(template="{{ a.__class__ }}", chat=False), {"a": 0}, "template_error"),
-        (PromptSpec(template="{{ a | dictsort }}", chat=False), {"a": "no dictionary"}, "template_error"),
+        (PromptSpec(template="{{ a | dictsort }}", chat=False), {"a": "not a dictionary"}, "template_error"),
         (
             PromptSpec(template="{% macro m(n) %}{{ m(n) }}{% endmacro %}{{ m(a) }}", chat=False),
             {"a": 1},

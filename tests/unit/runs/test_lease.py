@@ -20,7 +20,7 @@ def hold(root, *, expiry_s=30.0, announce=lambda _: None):
 
 
 def write_lease(root, lease):
-    write_atomic(root / ".lease" / f"{lease.number}.json", lease_module._to_bytes(lease))
+    write_atomic(root / ".lease" / f"{lease.number}.json", lease_module._lease_to_bytes(lease))
 
 
 @pytest.fixture
@@ -151,7 +151,7 @@ def test_leases_are_listed_again_if_the_listed_lease_is_gone(root, monkeypatch):
     with hold(root):
         pass
     listings = [[1]]  # a listing from before the second driver removed the first lease
-    monkeypatch.setattr(lease_module, "_numbers", lambda _: listings.pop() if listings else [2])
+    monkeypatch.setattr(lease_module, "_lease_numbers", lambda _: listings.pop() if listings else [2])
     assert read_lease(root).number == 2
 
 

@@ -116,7 +116,7 @@ def test_remote_driver_is_alive_until_its_lease_expires(run, silent_s):
     with hold(run):
         pass
     lease = replace(read_lease(run.root), outcome=None, where="another boot", renewed_at=time.time() - silent_s)
-    write_atomic(run.root / ".lease" / "1.json", lease_module._to_bytes(lease))
+    write_atomic(run.root / ".lease" / "1.json", lease_module._lease_to_bytes(lease))
     status = StatusReader(run).read()
     assert status.state == ("silent" if silent_s else "running")
     assert ("no heartbeat since" in status.driver) == bool(silent_s)

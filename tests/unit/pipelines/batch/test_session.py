@@ -49,7 +49,7 @@ def wait(run, *, num_engines=1, num_units=12, work=None):
     ).wait_until_needed(run)
 
 
-def test_engine_loads_if_fewer_than_the_minimum_run(sleeps):
+def test_engine_loads_if_fewer_engines_than_the_minimum_are_running(sleeps):
     wait(FakeRun([EARLIER_SESSION]))
     wait(FakeRun([EARLIER_SESSION, SESSION]), num_engines=2)
     wait(FakeRun([EARLIER_SESSION, replace(SESSION, ended=True)]))

@@ -202,7 +202,7 @@ def test_requested_nodes_are_released_once(growing_cluster):
 
 def test_require_capacity_times_out(growing_cluster):
     require, _, _ = growing_cluster
-    with pytest.raises(CapacityError, match=r"never schedule 2 engine(.|\n)*room for 1(.|\n)*--cluster-wait-s"):
+    with pytest.raises(CapacityError, match=r"cannot schedule 2 engine(.|\n)*room for 1(.|\n)*--cluster-wait-s"):
         require([HEAD_NODE, GPU_NODE], num_engines=2, wait_s=0.0)
 
 

@@ -52,7 +52,7 @@ def test_idle_endpoint_stops_and_reports_its_cost(tmp_path, monkeypatch):
     with stop_when_idle(config, PRICE, stopped, messages.append):
         assert stopped.wait(10)
         assert messages == ["no requests for 0.2 s: stopping the endpoint"]
-    assert messages[1:] == ["its engines cost $40.00"]
+    assert messages[1:] == ["the endpoint's engines cost $40.00"]
 
 
 @pytest.mark.parametrize("idle_timeout", [None, "1h"])

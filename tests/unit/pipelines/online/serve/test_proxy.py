@@ -241,7 +241,7 @@ async def test_rays_404_has_the_expected_text():
     request = SimpleNamespace(path="/v1/models")
     head, answer, *_ = [message async for message in HTTPProxy.not_found_response(None, request)]
     assert head["status"] == proxy._NOT_FOUND
-    assert answer["body"].endswith(proxy._NO_ROUTE)
+    assert answer["body"].endswith(proxy._NO_ROUTE_TEXT)
 
 
 def test_header_names_are_those_of_ray():
