@@ -234,7 +234,7 @@ def resolve_engine(
     engine = compose_engine(options, hardware, model, drafter)
     spec = replace(engine.spec, num_nodes=num_nodes)
     check_capacity(spec, hardware, num_engines_on_node=num_engines_on_node, known=footprint_of(model))
-    # A model in a package keeps its catalog name, because each node converts its own copy.
+    # A model in a Python package keeps its catalog name, because each node converts its own copy.
     is_packaged = model.card is not None and model.card.source.kind == "package"
     return replace(engine, spec=replace(spec, model=options.model if is_packaged else model.path))
 

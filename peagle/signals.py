@@ -22,7 +22,7 @@ STOPPED_CODE = 3  # exit code of a command that a signal stopped
 class _Handler:
     """Calls `act` on a signal, but ignores repeated signals within a second.
 
-    This includes signals that `previous`, the handler that this one replaces, has received.
+    A signal that the replaced handler `previous` received also starts the second.
     """
 
     def __init__(self, act: Callable[[], object], previous: object) -> None:
@@ -40,7 +40,7 @@ class _Handler:
 def signals_as_interrupts() -> Iterator[None]:
     """Raise KeyboardInterrupt on SIGINT and SIGTERM, so that cleanup runs.
 
-    Has no effect outside the main thread, and on signals that are ignored.
+    Has no effect outside the main thread or on signals that the process ignores.
     """
     with _handled_by(_interrupt):
         yield
@@ -50,7 +50,7 @@ def signals_as_interrupts() -> Iterator[None]:
 def stop_on_signal(stop: threading.Event, *, message: str) -> Iterator[None]:
     """Set `stop` on SIGINT and SIGTERM; on a second signal, print `message` and exit immediately.
 
-    Has no effect outside the main thread, and on signals that are ignored.
+    Has no effect outside the main thread or on signals that the process ignores.
     """
 
     def request_stop() -> None:

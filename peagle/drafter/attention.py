@@ -183,9 +183,9 @@ def sequential_attention_plan(documents: Sequence[Rows], depth: int) -> Attentio
             blocks.append(Block(known, (known,)))
             continue
         anchors = [rows.anchor_S[rows.depth_S == d] for d in range(depth + 1)]
-        block_rows = _block_rows(rows.num_known)
-        for start in range(0, len(anchors[depth]), block_rows):
-            stop = min(start + block_rows, len(anchors[depth]))
+        num_block_rows = _block_rows(rows.num_known)
+        for start in range(0, len(anchors[depth]), num_block_rows):
+            stop = min(start + num_block_rows, len(anchors[depth]))
             blocks.append(_sequential_block(anchors, starts[:, index].tolist(), first_row, start, stop))
     return AttentionPlan(tuple(blocks))
 

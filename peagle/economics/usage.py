@@ -390,7 +390,7 @@ def sessions_to_table(sessions: Iterable[EngineSession]) -> "pa.Table":
 
 
 def sessions_from_table(table: "pa.Table") -> list[EngineSession]:
-    """Return the sessions in a table of `sessions_to_table`. Tables of several files may be concatenated first."""
+    """Return the sessions in a table from `sessions_to_table`. Tables from several files may be concatenated first."""
     expected = _session_schema(table.column_names)
     try:
         check_version((table.schema.metadata or {}).get(SESSION_KEY, b"").decode())

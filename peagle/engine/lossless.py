@@ -120,7 +120,7 @@ def _alternatives(
             if text:
                 fits = any(_fits(new_prefix, complete, complete != committed.text) for complete in complete_texts)
                 fits = fits and (same_text or not target_text.startswith(new_prefix))
-            else:  # a part of a character
+            else:  # only some bytes of a character, so without text
                 fits = within_character and len(prefix) == num_shared_chars and logprob < token.logprob
             if fits:
                 yield token.logprob - logprob, position, text

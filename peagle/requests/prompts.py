@@ -35,7 +35,7 @@ class PromptOptions(BaseModel):
         if len(given_names) > 1:
             raise ValueError(f"{' and '.join(given_names)} cannot be combined: a row has one prompt")
         if self.messages_column and self.chat is False:
-            raise ValueError("messages_column requires the chat template: remove chat: false")
+            raise ValueError("messages_column requires the chat template; remove `chat: false`")
         return self
 
 

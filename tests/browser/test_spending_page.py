@@ -1,4 +1,4 @@
-"""Tests of the page of `peagle cost` in a real browser, with the month of docs/reference/worked-month.md."""
+"""Tests of the page of `peagle cost` in a real browser, with the example month in docs/reference/worked-month.md."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""`python -m tests.faults`: kill each part under load, then overload the endpoint, and write the report.
+"""`python -m tests.faults`: kill each part of the endpoint under load, then overload it, and write the report.
 
 The exit code is 1 if a request had a forbidden outcome or was billed twice, or if a slot was lost.
 """

@@ -30,7 +30,7 @@ def test_rounding_error_is_bounded(make: Callable[..., torch.Tensor]) -> None:
     assert (difference <= MAX_ROUNDING_ERROR * original.abs() * (1 + 1e-6))[is_normal].all()
     assert (difference <= 2**-10 * scale * (1 + 1e-6))[
         ~is_normal
-    ].all()  # distance of subnormal values: 2^-9 of the scale
+    ].all()  # half the distance between subnormal values, which is 2^-9 of the scale
 
 
 def test_error_is_independent_of_magnitude() -> None:

@@ -191,7 +191,7 @@ def _check_types(path: str, values: Mapping[str, Any]) -> None:
             continue
         if type(value) is not expected_type:
             raise ApiError(422, f"{field} must be {_TYPE_NAMES[expected_type]}", code="invalid_type", param=field)
-        # A completion with max_tokens 0 and echo only requests the logprobs of its prompt.
+        # A completion with `echo` and max_tokens 0 requests only the logprobs of its prompt.
         only_scores_prompt = path == COMPLETIONS_URL and field == "max_tokens" and values.get("echo") is True
         if isinstance(value, int) and expected_type is int and value < (0 if only_scores_prompt else 1):
             raise ApiError(400, f"{field} must be at least 1", code="invalid_value", param=field)

@@ -88,7 +88,7 @@ def target_ongoing_requests(slots: int) -> float:
 class ReplicaJob:
     """Configuration of a model's replicas."""
 
-    app_id: str  # id of this start of the endpoint; replicas with the same id share the cores of a node
+    app_id: str  # a new id for each start of the endpoint; replicas with the same id share the cores of a node
     state: str  # shared folder of the ledger and the logs
     options: ServedModelOptions
     spec: EngineSpec  # names its models in a way that every node can resolve

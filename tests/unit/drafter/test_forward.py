@@ -194,7 +194,7 @@ def test_depth_decay_moves_the_weight_to_the_first_depth(head, store):
     assert without_decay.loss.item() == pytest.approx(mean_loss.item(), rel=1e-5)
 
 
-def test_draft_is_accepted_only_if_all_earlier_drafts_of_its_chain_are_correct(head, eagle3, store):
+def test_draft_token_is_accepted_only_if_all_earlier_tokens_of_its_chain_are_correct(head, eagle3, store):
     batch = _batch([store[4], store[6]])
     rows = batch.row_R[: batch.num_loss_rows]
     for model in (head, eagle3):

@@ -111,7 +111,7 @@ def test_default_cache_includes_the_drafter(tmp_path, layers):
 
 @pytest.mark.parametrize("method", SHIPPED)
 def test_default_cache_in_float32(tmp_path, method):
-    """The heads' layers have 9 KV heads, the target's have 3: vLLM needs 17,280 elements per token for P-EAGLE."""
+    """The drafters' layers have 9 KV heads, the target's have 3: vLLM needs 17,280 elements per token for P-EAGLE."""
     drafter = DrafterSpec(method="peagle", model=str(SHIPPED[method]), num_speculative_tokens=3)
     spec = EngineSpec(model=make_model(tmp_path / "m"), max_num_seqs=1, precision="float32", drafter=drafter)
     layer = json.loads((SHIPPED[method] / "config.json").read_text())["transformer_layer_config"]

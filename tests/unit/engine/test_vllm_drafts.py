@@ -230,7 +230,7 @@ def test_drafts_with_a_low_probability_are_dropped(choosing_scheduler):
     assert choosing_scheduler.received_drafts == [[[7, 8, 9], []]]
     sure, unsure = (choosing_scheduler.requests[name].spec_decode_metrics for name in ("sure", "unsure"))
     choosing_scheduler.accept("sure", 3)
-    assert (sure.per_step_drafted, unsure.per_step_drafted) == ([0, 0, 1, 1, 1], [0, 3])  # as `counts` above
+    assert (sure.per_step_drafted, unsure.per_step_drafted) == ([0, 0, 1, 1, 1], [0, 3])
     assert unsure.histogram == [1, 0, 0, 0]  # a step without an accepted draft
 
 

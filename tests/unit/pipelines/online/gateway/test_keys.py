@@ -102,7 +102,7 @@ def test_current_limits_of_a_key_are_found_by_name_until_it_is_revoked(tmp_path,
     assert ring.current(LOCAL) == LOCAL
 
 
-def test_damaged_file_keeps_previous_keys_and_is_logged_once(key_ring, caplog):
+def test_damaged_file_keeps_previous_keys_and_each_version_is_logged_once(key_ring, caplog):
     path, ring, (alice, alice_record), (bob, bob_record) = key_ring
     assert ring.find(alice) == alice_record
     for text in ("[,]", "[,,]"):

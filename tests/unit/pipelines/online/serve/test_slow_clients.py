@@ -337,7 +337,7 @@ class SlowConnection:
         ([(("a",), 20, 0.0), (("a",), 20, 1.0)], 1),  # one address
         ([(("a", "k"), 20, 0.0), (("b", "l"), 20, 0.0)], 0),
         ([(("a", "k"), 20, 97.0), (("b", "k"), 20, 98.0)], 0),  # not slow for long enough
-        ([(("a", "k"), 40, 98.0), (("b", "k"), 1, 0.0)], 1),  # the smaller connection is slow
+        ([(("a", "k"), 40, 98.0), (("b", "k"), 1, 0.0)], 1),  # only the smaller buffer is slow
     ],
 )
 def test_slowest_connections_are_closed_beyond_the_limit(monkeypatch, connections, num_aborted):
