@@ -82,7 +82,7 @@ def test_failed_self_check_stops_the_measurement(tmp_path, monkeypatch, capfd):
     assert [check.outcome for check in checks] == ["passed", "failed"], "a failed engine is shut down, too"
     stderr = capfd.readouterr().err
     assert "peagle: self-check failed: token 1 of the greedy answer is '0'" in log.read_text() + stderr
-    assert stderr.count("warning of an engine's start: no libtcmalloc: this is slow") == 2
+    assert stderr.count("warning from an engine's start: no libtcmalloc: this is slow") == 2
 
 
 GPU = Hardware(platform="cuda", accelerator="H100", num_accelerators=1, memory_gib=80, free_memory_gib=80, num_cpus=8)

@@ -76,7 +76,7 @@ def test_interrupted_extraction_resumes(tmp_path, model, samples, spec, monkeypa
 def test_store_with_another_spec_is_refused(tmp_path, model, samples, spec):
     reader = HiddenStateReader(model, spec.aux_layers)
     extract_features(samples, lambda: reader, spec, tmp_path)
-    with pytest.raises(ConfigError, match="contains features with a different target"):
+    with pytest.raises(ConfigError, match="its features differ in target"):
         extract_features(samples, lambda: reader, replace(spec, target="another"), tmp_path)
 
 
