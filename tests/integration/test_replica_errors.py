@@ -27,7 +27,7 @@ def replica(tmp_path):
 
     class Replica(server.PeagleServer):
         def __init__(self):
-            self._account, self._pace, self._slots, self._idle_slots = account, Pace(0.0), 2, IdleSlots(2, 1.0)
+            self._account, self._pace, self._max_num_seqs, self._idle_slots = account, Pace(0.0), 2, IdleSlots(2, 1.0)
 
         def __del__(self):
             pass
