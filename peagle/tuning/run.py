@@ -5,9 +5,9 @@
     profile.yaml   the result, for `peagle generate --profile` and `peagle serve --profile`
     logs/          output of the engines
 
-An engine has a method, K, precision and number of token slots (`max_num_batched_tokens`). It is
-sized for the largest concurrency and also serves smaller concurrencies, so several configurations are measured with one
-start. Each repeat uses other prompts; in the same repeat, all engines use the same prompts.
+An engine has a method, K, precision and number of token slots (`max_num_batched_tokens`). It is sized for the largest
+concurrency and also serves smaller concurrencies, so several configurations are measured with one start. Each repeat
+uses other prompts; in the same repeat, all engines use the same prompts.
 """
 
 import time
