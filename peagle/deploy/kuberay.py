@@ -46,7 +46,8 @@ wait "$pid"
 code=$?
 rm -f /tmp/peagle.pid
 if [ "$code" = 2 ]; then
-  ray job stop --address http://127.0.0.1:8265 --no-wait {job}
+  # Not --address: Ray prefers RAY_ADDRESS, which it sets in jobs.
+  RAY_API_SERVER_ADDRESS=http://127.0.0.1:8265 ray job stop --no-wait {job}
   sleep 60
 fi
 exit "$code"

@@ -5,6 +5,7 @@ import os
 import secrets
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -39,12 +40,15 @@ def is_up(url):
 def job_server():
     """The job server of a separate cluster.
 
-    Its ports are not Ray's defaults, because the cluster of the `ray_cluster` fixture might use those.
+    Its ports are not Ray's defaults, because the cluster of the `ray_cluster` fixture might use those. It has its own
+    temporary folder, because Ray sets RAY_ADDRESS of a job to the cluster that was started last in that folder.
     """
     port, dashboard_port, agent_port = free_port(), free_port(), free_port()
+    folder = tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True)  # paths of sockets must be short
     head = subprocess.Popen(
         [RAY, "start", "--head", "--block", f"--port={port}", "--num-cpus=4", "--include-dashboard=true",
-         f"--dashboard-port={dashboard_port}", f"--dashboard-agent-listen-port={agent_port}", "--disable-usage-stats"],
+         f"--dashboard-port={dashboard_port}", f"--dashboard-agent-listen-port={agent_port}", "--disable-usage-stats",
+         f"--temp-dir={folder.name}"],
         env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     address = f"http://127.0.0.1:{dashboard_port}"
@@ -56,6 +60,7 @@ def job_server():
     yield RayJobs({**ENVIRONMENT, "RAY_API_SERVER_ADDRESS": address})
     processes.kill(*processes.descendants(head.pid), head.pid)  # Ray needs half a minute to stop gracefully
     head.communicate(timeout=60)
+    folder.cleanup()
 
 
 def submit_module(job_server, module, config):
