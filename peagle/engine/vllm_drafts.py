@@ -458,7 +458,11 @@ def _top_log_probability(logits: "torch.Tensor", num_shards: int) -> "torch.Tens
     """
     import torch
 
-    top, total = logits.amax(dim=-1).float(), logits.float().logsumexp(dim=-1)
+    top = logits.amax(dim=-1, keepdim=True)
+    # Four times as fast as `logits.float().logsumexp(dim=-1)` for bf16, whose rounding of the difference does no harm.
+    total = (logits - top).float().exp_().sum(dim=-1).log_()
+    top = top.squeeze(-1).float()
+    total += top
     if num_shards > 1:
         from vllm.distributed import tensor_model_parallel_all_gather as gather
 

@@ -1,9 +1,10 @@
 """The vLLM plug-in (`vllm.general_plugins`): work-arounds inside vLLM's processes.
 
-On CPUs, they concern compiled code, forked workers, sampling with drafts, DFlash's norms, and requests that cannot have
-drafts. On all platforms, they concern the exit of engine cores (vLLM's `EngineCore` processes), the priority of grammar
-compilation, and `stop` and `min_tokens` with drafts. `vllm_drafts.py` changes the drafts themselves. docs/upstream.md
-lists the purpose and versions of each work-around, and the test that fails once vLLM has fixed the cause.
+On CPUs, they concern compiled code, forked workers, sampling with drafts, DFlash's norms, requests that cannot have
+drafts, and the search for the most likely token. On all platforms, they concern the exit of engine cores (vLLM's
+`EngineCore` processes), the priority of grammar compilation, and `stop` and `min_tokens` with drafts. `vllm_drafts.py`
+changes the drafts themselves. docs/upstream.md lists the purpose and versions of each work-around, and the test that
+fails once vLLM has fixed the cause.
 """
 
 import contextlib
@@ -47,6 +48,7 @@ def register() -> None:
         replace_expand_kernel()
         probe_before_loading()
         normalize_each_layer()
+        find_maxima_in_blocks()
 
 
 def exit_with_parent() -> None:
@@ -243,6 +245,54 @@ def normalize_each_layer() -> None:
             original(out[layer], input[layer], weight[layer], epsilon)
 
     _custom_ops.rms_norm = rms_norm
+
+
+_BLOCK = 128  # divides the vocabulary of most models
+
+
+def argmax_in_blocks(values: "torch.Tensor") -> "torch.Tensor":
+    """Return the index of the first maximum of each row.
+
+    Args:
+        values: [rows, columns]; the number of columns is a multiple of `_BLOCK`.
+    """
+    import torch
+
+    blocks = values.view(len(values), -1, _BLOCK)
+    best = blocks.amax(dim=-1).argmax(dim=-1)
+    return best * _BLOCK + blocks[torch.arange(len(values)), best].argmax(dim=-1)
+
+
+def find_maxima_in_blocks() -> None:
+    """Make vLLM find the tokens with the highest logits faster on a CPU.
+
+    torch (2.13) uses vector instructions for the maximum of a row, but not for its index. On two cores of an AMD EPYC
+    (2026-11-29), `argmax` of 32 rows of 49,152 float32 logits takes 0.65 ms, and in blocks 0.09 ms; of 40 rows of
+    16,384 bf16 logits, 1.2 and 0.1 ms.
+    """
+    import torch
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+    argmax, top_tokens = torch.Tensor.argmax, LogitsProcessor.get_top_tokens
+    if hasattr(top_tokens, "__wrapped__"):
+        return
+
+    @functools.wraps(argmax)
+    def argmax_of_logits(values: "torch.Tensor", dim: int | None = None, keepdim: bool = False) -> "torch.Tensor":
+        columns = values.shape[-1] if values.dim() == 2 else 0
+        if dim in (-1, 1) and not keepdim and columns >= 16 * _BLOCK and columns % _BLOCK == 0:
+            return argmax_in_blocks(values)
+        return argmax(values, dim, keepdim)
+
+    @functools.wraps(top_tokens)
+    def get_top_tokens(self: Any, lm_head: Any, hidden_states: "torch.Tensor", embedding_bias: Any = None) -> Any:
+        if lm_head.tp_size > 1 or self.scale <= 0:
+            return top_tokens(self, lm_head, hidden_states, embedding_bias)
+        logits = self._apply_head(lm_head, hidden_states, embedding_bias)
+        return logits[:, : logits.shape[-1] - lm_head.shard_indices.num_org_vocab_padding].argmax(dim=-1)
+
+    torch.Tensor.argmax = argmax_of_logits  # type: ignore[assignment,method-assign]
+    LogitsProcessor.get_top_tokens = get_top_tokens
 
 
 NICE = 10  # about a tenth of a CPU core next to busy threads

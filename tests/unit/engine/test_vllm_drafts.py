@@ -11,6 +11,7 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
+import torch
 from chi_square import p_value, power
 
 from peagle.engine import vllm_drafts
@@ -351,3 +352,10 @@ def test_drafts_without_probabilities_keep_the_distribution():
     # The test must detect a sampler that overweights drafts, as if the head had given probabilities.
     biased = expected | {(1, 3): expected[1, 3] * 1.5, (1, 4): expected[1, 4] - expected[1, 3] / 2}
     assert power(expected, biased, num_requests, 1e-4) > 0.98
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
+def test_log_probability_is_that_of_the_most_likely_token(dtype, tolerance):
+    logits = (3 * torch.randn(5, 16_384)).to(dtype)
+    expected = logits.float().log_softmax(dim=-1).amax(dim=-1)
+    assert torch.allclose(vllm_drafts._top_log_probability(logits, num_shards=1), expected, atol=tolerance)

@@ -189,7 +189,7 @@ def test_grammars_are_compiled_at_low_priority(monkeypatch):
 
 # Runs in a subprocess, because it patches torch and vLLM permanently; shared by tests, because importing vLLM is slow.
 _SCRIPT = """if True:
-    import os, sys, torch
+    import os, sys, time, torch
     from contextlib import nullcontext
     from types import SimpleNamespace
     from vllm import envs
@@ -215,6 +215,21 @@ _SCRIPT = """if True:
     for _ in range(2):
         vllm_plugin.normalize_each_layer()
     print("fixed norms are right:", norms_use_the_weights_of_their_layers())
+
+    def argmax_seconds(logits):
+        durations = []
+        for _ in range(30):
+            started = time.perf_counter()
+            logits.argmax(dim=-1)
+            durations.append(time.perf_counter() - started)
+        return min(durations)
+
+    logits = torch.randn(32, 49152)
+    tokens, seconds = logits.argmax(dim=-1), argmax_seconds(logits)
+    for _ in range(2):
+        vllm_plugin.find_maxima_in_blocks()
+    print("blocks are faster:", argmax_seconds(logits) < seconds / 2)
+    print("tokens are equal:", bool((logits.argmax(dim=-1) == tokens).all()), int(logits[0].argmax()) == int(tokens[0]))
 
     def cache_keys():
         factors = []
@@ -265,6 +280,25 @@ def test_vllms_norm_still_uses_the_weights_of_the_first_layer(script_output):
 
 def test_norm_uses_the_weights_of_each_layer(script_output):
     assert "fixed norms are right: True" in script_output
+
+
+def test_torchs_argmax_is_still_slow(script_output):
+    """Once this fails, torch's `argmax` is as fast as blocks: `find_maxima_in_blocks` can be removed."""
+    assert "blocks are faster: True" in script_output
+    assert "tokens are equal: True True" in script_output
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_index_is_that_of_the_first_maximum(dtype):
+    values = torch.randn(6, 1024).to(dtype)
+    values[1, [200, 700, 900]] = 50.0
+    values[2] = 0.0
+    values[3] = -torch.inf
+    values[4, [300, 301]] = torch.inf
+    values[5, [130, 600]] = torch.nan
+    indices = vllm_plugin.argmax_in_blocks(values)
+    assert indices.tolist() == torch.argmax(values, dim=-1).tolist()
+    assert indices[1:].tolist() == [200, 0, 0, 300, 130]
 
 
 def test_vllm_still_fails_to_load_compiled_code(script_output):
