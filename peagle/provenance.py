@@ -35,11 +35,14 @@ def git_revision() -> str | None:
     return result.stdout.strip()
 
 
+_OPTIONS = {"waves": "requests_per_slot"}  # present names of options that folders store under a former name
+
+
 def require_same_fingerprint(before: Mapping[str, Any], now: Mapping[str, Any], where: str) -> None:
     """Raise ConfigError with the differences if the run in the folder `where` has a different fingerprint."""
     if changed := _differences(before, now):
         raise ConfigError(
-            f"{where} has a run with another fingerprint:\n  " + "\n  ".join(changed),
+            f"{where} has a run with different settings or input:\n  " + "\n  ".join(changed),
             hint="repeat the first command to resume it, or use another --output",
         )
 
@@ -51,5 +54,5 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str 
         if isinstance(old, Mapping) and isinstance(new, Mapping):
             differences += _differences(old, new, f"{prefix}{key}.")
         elif old != new:
-            differences.append(f"{prefix}{key}: was {old!r}, now {new!r}")
+            differences.append(f"{prefix}{_OPTIONS.get(key, key)}: was {old!r}, now {new!r}")
     return differences

@@ -222,7 +222,7 @@ CASES = [
         files={"in/thesis.tex": b"x"}),
     bad_flags("an output that is a file", "--output in", "cannot be written", files={"in": b"x"}),
     bad_flags("a retry of a run that does not exist", "--retry-failed", "has no run"),
-    bad_for_existing_run("other settings for an existing run", "another fingerprint", flags="--temperature 0.5"),
+    bad_for_existing_run("other settings for an existing run", "different settings", flags="--temperature 0.5"),
     bad_for_existing_run("an input that changed after the run started", "corpus.content",
         files={"prompts.jsonl": VALID_ROW * 2}),
     bad_for_existing_run("a run directory with a damaged run.json", "run.json is damaged",

@@ -229,7 +229,7 @@ def test_batched_tokens_and_precisions_have_separate_engines(run):
     ("change", "message"),
     [
         ({"max_tokens": 25}, "sampling.max_tokens"),
-        ({"requests_per_slot": 3}, "waves: was 2"),
+        ({"requests_per_slot": 3}, "requests_per_slot: was 2"),
         ({"max_num_seqs": "1,4"}, "max_num"),
     ],
 )

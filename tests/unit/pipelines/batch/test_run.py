@@ -51,7 +51,7 @@ def test_run_with_old_fingerprint_format_continues_only_with_the_same_corpus(res
     assert create_or_continue(request, replace(run, plan=old_plan)) == old_plan
     assert create_or_continue(request, run) == old_plan
     (tmp_path / "in.jsonl").write_text('{"prompt": "another"}\n' * 12)
-    with pytest.raises(ConfigError, match=r"another fingerprint(.|\n)*corpus\.content"):
+    with pytest.raises(ConfigError, match=r"different settings or input(.|\n)*corpus\.content"):
         create_or_continue(request, run)
 
 
@@ -85,7 +85,7 @@ def run_without_accelerators(resolved_run, monkeypatch):
 def test_finished_run_needs_no_accelerators(run_without_accelerators):
     run, restart = run_without_accelerators
     assert restart().was_already_finished
-    with pytest.raises(ConfigError, match=r"another fingerprint(.|\n)*max_tokens: was 256, now 8"):
+    with pytest.raises(ConfigError, match=r"different settings or input(.|\n)*max_tokens: was 256, now 8"):
         restart(max_tokens=8)
     run.unit_path(0).unlink()
     with pytest.raises(CapacityError, match="no nodes arrived"):
