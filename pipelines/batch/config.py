@@ -1,6 +1,6 @@
 """The options of a bulk run, the same in YAML and on the command line.
 
-Validation here needs no corpus, model or cluster.
+Validation works without a corpus, model or cluster.
 """
 
 import datetime
@@ -169,7 +169,7 @@ class GenerateConfig(FakeEngineOptions, PriceOptions, TagOptions, PromptOptions,
     def _check_parsers(self) -> "GenerateConfig":
         for key in PARSER_KEYS:
             if getattr(self, key) is not None and self.engine == "fake":
-                raise ValueError(f"{key} cannot be used with engine: fake, whose text has no structure to parse")
+                raise ValueError(f"{key} cannot be used with engine: fake, because its text has no structure to parse")
             if getattr(self, key) is not None and self.n > 1:
                 raise ValueError(f"{key} cannot be used with n: {self.n}, since one response is parsed per row")
         return self

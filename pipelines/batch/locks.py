@@ -23,7 +23,7 @@ class SharedExclusiveLock:
 
     @contextlib.asynccontextmanager
     async def shared(self) -> AsyncIterator[None]:
-        """Hold the lock together with others. Waits while another task holds it exclusively, or waits to do so."""
+        """Hold the lock together with others. Waits while another task has it exclusively, or waits to do so."""
         async with self._changed:
             await self._changed.wait_for(lambda: not self._is_exclusive and not self._num_waiting)
             self._num_sharing += 1

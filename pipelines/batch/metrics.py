@@ -49,7 +49,7 @@ class RunMetrics:
                 self._rows_total.inc(num_rows, {"outcome": outcome})
 
     def update(self, tally: Tally, sessions: Iterable[EngineSession]) -> None:
-        """Update the gauges of the run. `sessions` are those of this attempt."""
+        """Update the gauges of the run. `sessions` are this attempt's."""
         for session in sessions:
             if not is_lent(session.session_id):  # seconds of a lent engine are recorded by its endpoint
                 self._usage.record_heartbeat(session)

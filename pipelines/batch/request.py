@@ -40,7 +40,7 @@ class RunRequest:
         neighbours: other engines on the same nodes, or None.
         lender: provides running engines; None if the run starts its own.
         commits: model revisions that a new run must use, by hub id; an existing run keeps its own.
-        served_name: the model's name in OpenAI answers of a new run; None for the model's own name.
+        served_name: the model's name in OpenAI answers of a new run; None means the model's own name.
         allowance: replaces the configuration's budget; None keeps it.
         limits: the configured limits, with a reserve for shutdown. A relative deadline counts from this request.
     """
@@ -60,7 +60,7 @@ class RunRequest:
 
     @property
     def budget_usd(self) -> float | None:
-        """The current budget; None for no limit."""
+        """The current budget; None means no limit."""
         return self.allowance.usd if self.allowance else self.limits.budget_usd
 
     def require_time(self) -> None:

@@ -41,7 +41,7 @@ class Outcome:
 
     Attributes:
         report: as in `report.json`.
-        export: None for Parquet, the format of the units.
+        export: None means Parquet, the format of the units.
     """
 
     report: dict[str, Any]

@@ -105,7 +105,7 @@ def _show_warnings(supervisor: Supervisor, progress: RunProgress) -> None:
 
 
 def _until_stopped(receipts: "_Receipts", supervisor: Supervisor) -> Iterator[UnitUsage | None]:
-    """Yield receipts, or None if there is none yet.
+    """Yield receipts, or None while there are no new ones.
 
     If a signal has stopped the run, an error ends the iteration without a message, because the signal may have ended
     Ray, too.

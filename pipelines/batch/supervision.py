@@ -1,6 +1,6 @@
 """Supervise a run from its directory: decide whether it continues, and explain why it ended.
 
-Workers are told to stop by a file in the run directory.
+A file in the run directory stops the workers.
 """
 
 import contextlib
@@ -66,7 +66,7 @@ class CrashCounter:
         self.num_consecutive = 0
 
     def observe(self, sessions: Iterable[EngineSession], num_rows: int) -> int:
-        """Return the number of crashes since the last finished row. `sessions` are those of this attempt."""
+        """Return the number of crashes since the last finished row. `sessions` are this attempt's."""
         sessions = list(sessions)
         slots = {(session.hostname, session.engine_index) for session in sessions}
         num_crashes = len(sessions) - min(len(slots), self._num_engines)

@@ -43,7 +43,7 @@ class Connection:
             self._is_connected = True
 
     def log_to(self, path: Path) -> None:
-        """Redirect standard error to this file, which also receives the output so far."""
+        """Redirect standard error to this file, which also receives the earlier output."""
         self._quiet.move_to(path)
 
     def close(self) -> None:

@@ -26,7 +26,7 @@ class Placement:
         num_cpus, num_gpus: Ray's logical resources.
         num_devices: number of accelerators or vCPUs, on all nodes together, for which the engine is charged.
         num_engines_on_node: number of engines that share a node's cores.
-        accelerator_type: Ray's name of the accelerator type; None for any.
+        accelerator_type: Ray's name of the accelerator type; None means any type.
         nodes_per_engine: number of nodes, each with an equal part of the engine's ranks.
     """
 
@@ -109,7 +109,7 @@ def place(
     Args:
         num_nodes: number of nodes with engines (`num_engine_nodes`).
         max_engines: how many engines may run later; a node's cores are divided among as many of them as fit.
-        accelerator_type: the type that engines need; None for any.
+        accelerator_type: the type that engines need; None means any type.
         fewer_engines_hint: the hint if there are too many engines; {} is replaced by the number that fits.
 
     Example: two engines on one node of 2 CPUs reserve 0.5 logical CPUs each and are charged for 1 vCPU each.

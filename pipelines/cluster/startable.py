@@ -45,7 +45,7 @@ def obstacles() -> list[ConfigError]:
 
 
 def require_short_temporary_folder() -> None:
-    """Refuse a temporary folder whose path is too long for Ray's sockets."""
+    """Refuse a temporary folder if its path is too long for Ray's sockets."""
     folder = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
     require_short_sockets("Ray", folder, num_bytes=len(_RAY_SOCKET))
 

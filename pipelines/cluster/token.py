@@ -1,4 +1,4 @@
-"""Ray's authentication token, whose holder can run any code on the cluster's nodes.
+"""Ray's authentication token: with it, anyone can run any code on the cluster's nodes.
 
 Ray 2.60 requires a token only if each process has RAY_AUTH_MODE=token, or on a cluster that `ray.init` starts. peagle
 requires one on every cluster that it starts or joins, unless RAY_AUTH_MODE=disabled.

@@ -45,7 +45,7 @@ class Endpoint:
     born_at: float  # the creation time of the process; a reused pid has another one
     started_at: float
     stop_s: float  # maximum time until it has stopped
-    model: str = ""  # the name by which clients request the first model
+    model: str = ""  # clients request the first model by this name
 
     @property
     def name(self) -> str:

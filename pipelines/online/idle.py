@@ -1,4 +1,4 @@
-"""Stop an endpoint whose engines are idle, and report its cost. Requests that the gate itself answers do not count."""
+"""Stop an idle endpoint, and report its cost. Requests that the gate itself answers do not count."""
 
 import contextlib
 import threading

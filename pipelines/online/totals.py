@@ -132,7 +132,7 @@ class Sums:
 
     usage: UnitUsage
     num_requests: int = 0
-    num_cut: int = 0  # requests whose client disconnected
+    num_cut: int = 0  # requests with a disconnected client
     usd: float = 0.0
     request_s: float = 0.0  # total duration of the requests, without batches
     shares_s: float = 0.0  # the same requests' busy seconds

@@ -106,7 +106,7 @@ class BorrowedReply:
 
 @dataclass(slots=True)
 class AnswerTally:
-    """Usage of an answer so far. Later values replace earlier ones."""
+    """Current usage of an answer. Later values replace earlier ones."""
 
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0

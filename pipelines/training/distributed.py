@@ -44,7 +44,7 @@ _SCHEMA = pa.schema(
 def extract_on_actors(
     job: FeatureJob, progress: Callable[[int, int], None], *, reference: str, workers: int, device: str
 ) -> None:
-    """Extract features with at most `workers` actors, each of which loads the target named `reference`."""
+    """Extract features with at most `workers` actors, each with its own copy of the target named `reference`."""
     job = replace(job, device=device)
     writer, missing_shards = open_store(job.samples, job.spec, job.folder)
     if not missing_shards:

@@ -42,7 +42,7 @@ class StoredFile:
     created_at: float
     at: str  # path of the contents, relative to the batch folder
     expires_at: float | None = None
-    batch_id: str | None = None  # the batch that wrote it; None for uploads
+    batch_id: str | None = None  # the batch that wrote it; None means an upload
 
     def to_api_object(self) -> dict[str, Any]:
         return {

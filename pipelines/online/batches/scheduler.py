@@ -74,7 +74,7 @@ def final_progress(
     """Return the final progress of a batch with the ids of its output and error files."""
     old_progress, status = batch.progress, _STATUS[reason]
     time_of_end: dict[str, Any] = {f"{status}_at": now}
-    if reason in (BUDGET, KEY_REVOKED, MODEL_WITHDRAWN):  # tell the client, who did not cancel the batch
+    if reason in (BUDGET, KEY_REVOKED, MODEL_WITHDRAWN):  # inform the client, because it did not cancel the batch
         errors = batch_error(reason, UNEXECUTED_MESSAGES[reason])
     progress = replace(
         old_progress, status=status, output_file_id=files[0], error_file_id=files[1], errors=errors, **time_of_end
@@ -110,7 +110,7 @@ def make_task(
     config: dict[str, Any] = {}
     lender, tags = None, settings.tags(model, key)
     if batch_model is not None:
-        # The process of the batch adds input, output and budget. Sampling defaults are those of the API's routes.
+        # The process of the batch adds input, output and budget. Sampling defaults are the same as in the API's routes.
         config = {
             **batch_model.config,
             "input_format": "openai-batch",

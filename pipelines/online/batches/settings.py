@@ -40,7 +40,7 @@ class BatchModel:
 
     model: ServedModel
     config: Mapping[str, Any]  # configuration of the bulk run: engine, price and number of engines, as for the endpoint
-    neighbours: Neighbours  # other engines on the nodes: the endpoint's and those of other batches
+    neighbours: Neighbours  # engines of the endpoint and of other batches on these nodes
     # commits of the models that the endpoint's engines loaded, by hub id
     commits: Mapping[str, str] = field(default_factory=dict)
     # slots of all the endpoint's engines, if batches use idle slots; 0 if batches have their own engines
@@ -74,7 +74,7 @@ class BatchSettings:
         return any(batch_model.lent_slots for batch_model in self.models.values())
 
     def tags(self, model: str | None, key: KeyRecord) -> dict[str, str]:
-        """Return the tags of a batch. Tags of the key override those of the endpoint."""
+        """Return the tags of a batch. The key's tags override the endpoint's."""
         batch_model = self.models.get(model or "")
         return {**(batch_model.config.get("tags", {}) if batch_model else {}), **key.tags}
 

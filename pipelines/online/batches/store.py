@@ -194,7 +194,7 @@ class BatchStore:
         return sorted(own_files, key=lambda file: (file.created_at, file.id), reverse=True)
 
     def add_file(self, file: StoredFile) -> None:
-        """Write the record of a file whose contents exist."""
+        """Write the record of a file after its contents."""
         write_json(self.root / "files" / f"{file.id}.json", asdict(file))
         self._files[file.id] = file
 
@@ -406,7 +406,7 @@ class BatchStore:
         if progress is None or not (self.is_scheduling or progress.status in FINAL):
             final = self._load_progress("ends", request.id)
             stored = final or self._load_progress("progress", request.id) or BatchProgress()
-            if self.is_scheduling:  # `save` may have cached newer progress meanwhile
+            if self.is_scheduling:  # `save` may have cached newer progress in the meantime
                 progress = self._progress.setdefault(request.id, stored)
             else:
                 progress = self._progress[request.id] = stored

@@ -134,7 +134,7 @@ def check_request(
     if path == COMPLETIONS_URL:
         values["max_tokens"] = tokens  # vLLM's own default is 16
     options = values.get("stream_options") or {}
-    # Every event has the usage so far, in case the client disconnects. The replica removes it from events in which the
+    # Every event has the current usage, in case the client disconnects. The replica removes it from events in which the
     # client did not request it (`relay.py`).
     if values.get("stream"):
         values["stream_options"] = {**options, "include_usage": True, "continuous_usage_stats": True}

@@ -141,7 +141,7 @@ def _too_large(limit: int) -> ApiError:
 
 
 def require_length(scope: Scope, limit: int) -> None:
-    """Refuse a body whose Content-Length is too large (413)."""
+    """Refuse a body with a Content-Length above the limit (413)."""
     length = header(scope, "content-length") or "0"
     if length.isdecimal() and int(length) > limit:
         raise _too_large(limit)

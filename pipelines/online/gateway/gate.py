@@ -52,7 +52,7 @@ from pipelines.online.wire import INVOCATIONS_URL, REQUEST_ID_HEADER, Context, h
 _TAGS_HEADER = "x-peagle-tags"
 _ATTRIBUTES_HEADER = "x-amzn-sagemaker-custom-attributes"
 _ATTRIBUTE = re.compile(r"([a-z]+)=([^\s,]+)")
-# The application has no such route: the gate forwards its requests to the chat or completions route.
+# The application does not have this route: the gate forwards its requests to the chat or completions route.
 _INVOCATIONS = post(INVOCATIONS_URL, Rule.GENERATION)
 _log = logging.getLogger("ray.serve")
 
@@ -62,7 +62,7 @@ class GateSettings:
     """The settings of the gate. Picklable."""
 
     models: tuple[ServedModel, ...]
-    ledger: Path  # the ledger folder, from which the earlier spend of keys is read
+    ledger: Path  # the ledger folder, which has the earlier spend of keys
     key_file: Path | None = None
     fixed_keys: tuple[KeyRecord, ...] = ()  # keys from the environment of `peagle serve`
     # If False, only clients on this machine are served. In a SageMaker container, any client is served.

@@ -90,7 +90,7 @@ class Permit:
     """An admitted request. Release it with `KeyLimits.settle`."""
 
     account: str
-    reserved_accounts: Sequence[str]  # accounts with a reservation: those of the key and of its tags
+    reserved_accounts: Sequence[str]  # accounts of the key and its tags that have a reservation
     request_id: str
     prompt_tokens: int  # reserved, like `output_tokens`
     output_tokens: int
@@ -311,7 +311,7 @@ def _check_input_tokens(key: KeyRecord, window: TokenWindow, now: float, tokens:
 
 
 def _check_output_tokens(key: KeyRecord, window: TokenWindow, now: float, output_tokens: int) -> None:
-    """Refuse an answer that might exceed the limit: 429, or 400 if the request alone might exceed it."""
+    """Refuse an answer that might exceed the limit: 429, or 400 if even a single request might exceed it."""
     limit = key.output_tokens_per_min
     if limit is None:
         return

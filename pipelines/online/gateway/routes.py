@@ -1,4 +1,4 @@
-"""Routes and the rules by which the gate admits their requests.
+"""Routes, and the rules for admitting their requests.
 
 The gate looks up each request in this table, and the application's router is built from it. A route only answers
 requests with the gate's pass for that route. If gate and router ever parse a path differently, the result is an error
@@ -90,7 +90,7 @@ class GatePass:
 
 
 def with_pass(scope: Scope, route: Route, **fields: Any) -> Scope:
-    """Return the scope of an admitted request. `fields` are those of `GatePass`."""
+    """Return the scope of an admitted request. `fields` as in `GatePass`."""
     return {**scope, PASS: GatePass(route=(route.method, route.path), **fields)}
 
 

@@ -124,7 +124,7 @@ class FakeServeEngine:
     async def _events(
         self, url: str, request_id: str, token_ids: list[int], sampling: dict[str, Any]
     ) -> AsyncGenerator[str, None]:
-        """Yield the event of each token with its choice's usage so far, and finally the usage of the request."""
+        """Yield the event of each token with its choice's current usage, and finally the usage of the request."""
         sent_texts, num_sent_tokens = [""] * sampling.get("n", 1), [0] * sampling.get("n", 1)
         async for completions, generation in self._running_engine().stream(request_id, token_ids, sampling):
             for index, completion in enumerate(completions):

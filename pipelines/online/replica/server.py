@@ -76,7 +76,7 @@ class PeagleServer(LLMServer):  # type: ignore[misc]  # Ray's classes are untype
         self._watch = asyncio.create_task(self._exit_with_engine())
 
     async def _check(self, job: ReplicaJob) -> None:
-        """Run the self-check, which compares the engine's answers with those of its target."""
+        """Run the self-check, which compares the engine's answers with its target's."""
         engine = self.engine.checkable if self._is_fake else CheckableLlm(engine_client(self.engine))
         result = await self_check(engine, job.spec, hardware.detect())
         self._account.self_check = result.to_json()

@@ -117,7 +117,7 @@ def make_llm_config(job: ReplicaJob, spec: EngineSpec, hardware: Hardware) -> An
             "enable_prompt_tokens_details": True,
             # Otherwise an engine's first constrained request would choose the backend for all others.
             "structured_outputs_config": {"backend": "xgrammar"},
-            # Use the same sampling defaults as batches, not those of the model's generation_config.json.
+            # Use the same sampling defaults as batches, not the model's generation_config.json.
             # The EOS tokens of that file apply in both cases.
             "generation_config": "vllm",
         },

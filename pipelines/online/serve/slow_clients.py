@@ -24,7 +24,7 @@ from pipelines.online.wire import error_response
 READER_LIMIT_S = 60.0
 MIN_READ_BYTES = 64 * 1024
 UNREAD_LIMIT_BYTES = 32 << 20  # for all answers to one API key, and for all answers to one address
-SLOW_S = 5.0  # a client whose buffer filled up this long ago is slow
+SLOW_S = 5.0  # a client is slow if its buffer filled up this long ago
 _CHECK_S = 1.0
 _TRIM_BYTES = 16 << 20  # if unread answers took more than this, freed memory is returned to the system afterwards
 
@@ -68,7 +68,7 @@ class LimitedConnection(asyncio.Protocol):
 
     @property
     def unread_bytes(self) -> int:
-        """Bytes of answers that this process holds for the client."""
+        """Bytes of answers that this process keeps for the client."""
         return self.queued_bytes + self.transport.get_write_buffer_size()
 
     def abort(self) -> None:
