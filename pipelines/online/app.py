@@ -37,7 +37,7 @@ from pipelines.online.serve.deployment import ReplicaJob, request_counts
 
 _MACHINES_WAIT_S = 1200.0  # a machine takes minutes to start, then it downloads the image
 _POLL_S = 5.0
-_FAKE_CPUS = 0.05  # fake engines use almost no CPU, and many of them fit on a node
+_FAKE_CPUS = 0.05  # fake engines use almost no CPU, so many of them fit on a node
 _CAPACITY_HINT = (
     "at most {} fit: the sum of --max-replicas of all models and, with --batches, of --batch-engines times "
     "--batches-at-once"

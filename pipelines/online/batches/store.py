@@ -194,7 +194,7 @@ class BatchStore:
         return sorted(own_files, key=lambda file: (file.created_at, file.id), reverse=True)
 
     def add_file(self, file: StoredFile) -> None:
-        """Write the record of a file after its contents."""
+        """Write a file's record. Its contents must already exist."""
         write_json(self.root / "files" / f"{file.id}.json", asdict(file))
         self._files[file.id] = file
 

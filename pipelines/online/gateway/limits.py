@@ -311,7 +311,7 @@ def _check_input_tokens(key: KeyRecord, window: TokenWindow, now: float, tokens:
 
 
 def _check_output_tokens(key: KeyRecord, window: TokenWindow, now: float, output_tokens: int) -> None:
-    """Refuse an answer that might exceed the limit: 429, or 400 if even a single request might exceed it."""
+    """Refuse an answer that might exceed the limit: 429, or 400 if this request by itself might exceed it."""
     limit = key.output_tokens_per_min
     if limit is None:
         return

@@ -17,7 +17,7 @@ _MIN_SHARE = 0.1  # share of a prompt's blocks that a preferred engine must have
 
 
 class PrefixRouter(LocalityMixin, RequestRouter):  # type: ignore[misc]  # Ray's classes are untyped
-    """Route requests with the same prefix to one engine, and others to one of two random engines, by load."""
+    """Route requests with the same prefix to one engine, and others to the less busy of two random engines."""
 
     def initialize_state(self, *, max_ahead: int, max_blocks: int) -> None:
         """Set the deployment's options. Called by Serve.

@@ -48,7 +48,7 @@ class Sequences:
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens generated until now, for all choices."""
+        """Tokens generated so far, for all choices."""
         return self._output_tokens + _output_tokens(self._states)
 
     @property
