@@ -18,7 +18,7 @@ from peagle.errors import DrafterError
 
 FP8 = torch.float8_e4m3fn
 SCALE = "_scale"  # vLLM looks for `X.weight_scale` next to `X.weight`
-# Other modules must be in FP8, because vLLM fuses q, k and v, and gate and up.
+# Only these may stay in bf16: vLLM fuses q, k and v, and gate and up, so a layer needs one format.
 MAY_STAY_BF16 = ("fc", "lm_head")
 _MAX = torch.finfo(FP8).max  # 448
 _SMALLEST_NORMAL = torch.finfo(FP8).smallest_normal  # 2^-6; smaller values have fewer mantissa bits

@@ -81,7 +81,7 @@ def make_setup(
     if fingerprint:
         name_parts.append(digest(fingerprint))
     if drafter is not None and drafter.synthetic_rates:
-        # "lot" is the stored word for drafts that are accepted at random.
+        # In stored results, "lot" means that drafts are accepted at random.
         name_parts.append(f"lot-{digest(repr(drafter.synthetic_rates))}")
     if drafter is not None and drafter.lookup:
         name_parts.append("lookup")
@@ -190,10 +190,10 @@ class Pass:
 def all_passes(setups: Sequence[Setup], concurrencies: Sequence[int], repeats: int, rounds: int) -> list[Pass]:
     """Return the passes in order.
 
-    Repeats of a cell should be far apart, with other methods in between, so that a drift of the machine's speed affects
-    all methods. But each start of an engine takes a minute or more, so the repeats are divided among rounds. Every
-    round runs each engine once, in alternating order (A B C, C B A), so that a steady drift affects all engines
-    equally. The last engine of a round is not restarted for the next.
+    Repeats of one engine and concurrency should be far apart, with other methods in between, so that a drift of the
+    machine's speed affects all methods. But each start of an engine takes a minute or more, so the repeats are divided
+    among rounds. Every round runs each engine once, in alternating order (A B C, C B A), so that a steady drift affects
+    all engines equally. The last engine of a round is not restarted for the next.
     """
     num_rounds = min(rounds, repeats)
     passes = []

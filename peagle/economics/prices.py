@@ -304,7 +304,7 @@ class PriceTable:
         )
 
     def offer(self, instance_type: str | None) -> Offer | None:
-        """Return the offer of an instance type in any one region, since its devices are the same in all; or None."""
+        """Return an instance type's offer in some region, or None. Its devices are the same in every region."""
         return next((offer for offer in self.offers if offer.instance_type == instance_type), None)
 
     def has_accelerator(self, instance_type: str, accelerator: str | None) -> bool:
@@ -335,7 +335,7 @@ class PriceTable:
 def default_instance(
     accelerator: str | None, table: PriceTable, *, market: str = "on_demand", machine_names: Sequence[str] = ()
 ) -> str:
-    """Return the instance type to assume: c7a.large without an accelerator, else the only type with this one."""
+    """Return the instance type to assume: c7a.large without an accelerator, else the only type that has it."""
     if accelerator is None:
         return DEFAULT_CPU_INSTANCE
     offers = table.offers_with(accelerator)

@@ -190,7 +190,7 @@ _REQUEST_FAULTS = frozenset(
 
 
 def output_line(row: Mapping[str, Any], *, custom_id: str, is_chat: bool, created: int, run_id: str) -> dict[str, Any]:
-    """Return a line of the output file. The line only depends on the arguments, so exports of a run are equal.
+    """Return a line of the output file. The line only depends on the arguments, so each export of a run is identical.
 
     Args:
         row: an output row of a run, with the columns of `ANSWER_COLUMNS` that exist in the run.

@@ -51,7 +51,7 @@ _IS_PARSED = {b"peagle.parsed": b"1"}  # in the metadata of a file with parsed r
 
 
 def output_schema(*, is_parsed: bool) -> pa.Schema:
-    """Return the output columns. If vLLM's parsers have split the responses, `completions` has the full text."""
+    """Return the output columns. If parsers separate reasoning and tool calls, `completions` has the full text."""
     return _PARSED_SCHEMA.with_metadata(_IS_PARSED) if is_parsed else OUTPUT_SCHEMA
 
 

@@ -123,7 +123,7 @@ def create_or_continue(request: RunRequest, run: ResolvedRun) -> Plan:
     provenance.require_same_fingerprint(
         stored_manifest["fingerprint"], run.fingerprint(current_plan.corpus_fingerprint), str(directory)
     )
-    # Only batches have a slot group. A batch keeps its price even if the endpoint's price has changed.
+    # Only batches of the endpoint have a slot group. They keep their price even if the endpoint's has changed.
     if run.slot_group is None:
         require_same_price(
             run.config,

@@ -1,4 +1,4 @@
-"""The cards of the rehearsal, eight per node, with the names and memory that `nvidia-smi` prints."""
+"""The GPUs that the rehearsal imitates, eight per node, with the names and memory that `nvidia-smi` prints."""
 
 from dataclasses import dataclass
 

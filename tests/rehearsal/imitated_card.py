@@ -40,7 +40,7 @@ class _FakeModule(types.ModuleType):
 
 
 def imitate_card(card: Card) -> None:
-    """Make eight of these cards the devices of vLLM's platform."""
+    """Make vLLM's platform report eight of these GPUs."""
     os.environ["VLLM_HAS_FLASHINFER_CUBIN"] = "1"  # flashinfer-cubin appears installed, so nothing is downloaded
     import torch
 

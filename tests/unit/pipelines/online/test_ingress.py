@@ -155,7 +155,7 @@ def test_request_is_retried_up_to_three_times_while_engines_are_unavailable(monk
 
 
 def test_whole_answer_passes_unparsed(monkeypatch):
-    """The body is not JSON, since the ingress must not parse it."""
+    """The body is invalid JSON, which would fail if the ingress parsed it."""
     reports = []
 
     async def parts():
