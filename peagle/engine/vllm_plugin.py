@@ -258,7 +258,7 @@ def argmax_in_blocks(values: "torch.Tensor") -> "torch.Tensor":
     """
     import torch
 
-    blocks = values.view(len(values), -1, _BLOCK)
+    blocks = values.view(-1, values.shape[1] // _BLOCK, _BLOCK)  # there may be no rows
     best = blocks.amax(dim=-1).argmax(dim=-1)
     return best * _BLOCK + blocks[torch.arange(len(values)), best].argmax(dim=-1)
 

@@ -115,7 +115,7 @@ def resolve(
             if hardware.platform == "cpu" and may_skip_compiling(options, engine.spec):
                 engine = replace(engine, spec=replace(engine.spec, enforce_eager=True))
                 announce(f"{options.served_name}: not compiling, to start sooner (--no-enforce-eager decodes faster)")
-        # `engine.spec` does not have these options, because batches use it, too, and only support text.
+        # `resolve_engine` leaves these options out, because batches use it, too, and only support text.
         domains = tuple(options.allowed_media_domains)
         spec = replace(engine.spec, limit_mm_per_prompt=options.limit_mm_per_prompt, allowed_media_domains=domains)
         served.append(EndpointModel(options=options, engine=replace(engine, spec=spec), placement=placement))

@@ -206,7 +206,7 @@ def start_script(tmp_path):
     for name in ("run.sh", "stop.sh"):
         text = scripts[name].replace("/tmp/peagle.pid", str(tmp_path / "pid"))
         (tmp_path / name).write_text(text)
-    write_fake_command("ray", "")
+    write_fake_command("ray", f'echo "address $RAY_API_SERVER_ADDRESS" >> {calls_file}')
     write_fake_command("sleep", "/bin/sleep 0.1")
     path = f"{folder}:{Path(os.sys.executable).parent}:/usr/bin:/bin"
     env = {"PATH": path, "RAY_CLUSTER_NAME": "job-29400000-x7k2p"}
@@ -230,7 +230,8 @@ def test_job_script_has_the_exit_code_of_the_run(start_script, code):
 
 def test_job_with_an_invalid_configuration_is_stopped_and_not_retried(start_script):
     assert start_script("run.sh", "exit 2").wait(20) == 2
-    assert start_script.calls()[1:] == ["ray job stop --no-wait peagle-job", "sleep 60"]
+    stop_calls = ["ray job stop --no-wait peagle-job", "address http://127.0.0.1:8265"]
+    assert start_script.calls()[1:] == [*stop_calls, "sleep 60"]
 
 
 def test_pre_stop_hook_waits_for_the_run(start_script, tmp_path):

@@ -299,6 +299,7 @@ def test_index_is_that_of_the_first_maximum(dtype):
     indices = vllm_plugin.argmax_in_blocks(values)
     assert indices.tolist() == torch.argmax(values, dim=-1).tolist()
     assert indices[1:].tolist() == [200, 0, 0, 300, 130]
+    assert vllm_plugin.argmax_in_blocks(values[:0]).shape == (0,)
 
 
 def test_vllm_still_fails_to_load_compiled_code(script_output):
