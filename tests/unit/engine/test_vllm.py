@@ -181,7 +181,7 @@ def test_kill_ends_all_processes():
                 return process.status() != psutil.STATUS_ZOMBIE
             except psutil.NoSuchProcess:
                 return False
-        sleeper = "import subprocess as s; s.Popen(['sleep', '60']); print('up', flush=True); s.run(['sleep', '60'])"
+        sleeper = "import subprocess as s, time; s.Popen(['sleep', '60']); print('up', flush=True); time.sleep(60)"
         core = subprocess.Popen([sys.executable, "-c", sleeper], stdout=subprocess.PIPE)
         core.stdout.readline()
         descendants = psutil.Process().children(recursive=True)
