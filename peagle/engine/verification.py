@@ -24,9 +24,11 @@ Mask = npt.NDArray[np.bool_]
 
 _MAX_LOG_ODDS = 6.0  # so that one surprise does not dominate a fit
 _DECAY = 0.999  # factor by which each observation reduces the weight of earlier ones, so that a fit follows changes
+_SPEED_CHANGE = 0.2  # the part of a step's relative error that is attributed to the machine's present speed
+_MAX_SLOWDOWN = 1.5  # limit of that error, since a step that another process interrupted is not this engine's cost
+_PLAIN_WEIGHT = 8.0  # of the few steps without drafts in a fit, because they decide whether drafting pays
 _GAIN_WINDOW = 256  # requests x steps over which the gain of drafting is averaged, but at least 16 steps
-_RECENT_ROWS = 64  # requests whose drafts predict the gain at another load
-_TRIAL_STEPS = 16  # steps with drafts before drafting may pause
+_TRIAL_STEPS = 16  # steps with drafts at a load before drafting may pause
 _RETRY_S = 30.0  # pause until drafting is retried; doubles up to `_MAX_RETRY_S` while drafting does not pay
 _MAX_RETRY_S = 480.0
 
@@ -60,9 +62,10 @@ class Calibration:
 
 
 class LinearCost:
-    """Seconds as a linear function of features: least squares with exponential forgetting. The first feature is 1.
+    """Seconds as a linear function of features: non-negative least squares with exponential forgetting.
 
-    Coefficients that the observed features do not determine return to their expected values.
+    The speed of a machine that others share changes within seconds, so a factor follows it. The coefficients only learn
+    the relation between steps of different sizes.
 
     Args:
         shape: expected coefficients, up to a common factor, which the first observation determines.
@@ -75,28 +78,40 @@ class LinearCost:
         self._prior: Array = np.diag((0.1 / (3 * self._weights)) ** 2)
         self._information = self._prior.copy()
         self._moments: Array = self._prior @ self._weights
-        self._deviation = 0.0  # mean absolute residual
+        self._slowness = 1.0  # recent seconds / seconds of the coefficients
         self._is_scaled = False
 
     def predict(self, features: Array) -> Array:
         """Return the seconds for features [..., number of coefficients], at least a microsecond."""
-        return np.maximum(features @ self._weights, 1e-6)
+        return np.maximum(features @ self._weights, 1e-6) * self._slowness
 
-    def observe(self, features: Array, seconds: float) -> None:
-        """Learn the seconds for one vector of features."""
+    def observe(self, features: Array, seconds: float, weight: float = 1.0) -> None:
+        """Learn the seconds for one vector of features; `weight` is the number of steps that it stands for."""
         if not self._is_scaled:
             self._expected *= seconds / float(self.predict(features))
             self._weights, self._moments = self._expected.copy(), self._prior @ self._expected
-            self._deviation, self._is_scaled = seconds / 10, True
-        # Limit outliers, since a step that another process interrupted is not this engine's cost.
-        predicted = float(features @ self._weights)
-        residual = min(max(seconds - predicted, -4 * self._deviation), 4 * self._deviation)
-        self._deviation += 0.02 * (abs(residual) - self._deviation)
+            self._is_scaled = True
+        ratio = min(seconds / float(self.predict(features)), _MAX_SLOWDOWN)
+        self._slowness *= ratio**_SPEED_CHANGE
+        learned_s = max(float(features @ self._weights), 1e-6) * ratio  # at the speed before this step
         prior_weight = 1 - _DECAY
-        self._information = _DECAY * self._information + prior_weight * self._prior + np.outer(features, features)
+        self._information = _DECAY * self._information + prior_weight * self._prior
+        self._information += weight * np.outer(features, features)
         self._moments = _DECAY * self._moments + prior_weight * self._prior @ self._expected
-        self._moments += features * (predicted + residual)
-        self._weights = np.asarray(np.linalg.solve(self._information, self._moments), dtype=np.float64)
+        self._moments += weight * learned_s * features
+        self._weights = _solve_non_negative(self._information, self._moments)
+
+
+def _solve_non_negative(matrix: Array, moments: Array) -> Array:
+    """Solve `matrix @ x = moments`; negative coefficients are set to zero, and the others are solved again."""
+    solution: Array = np.zeros_like(moments)
+    positive = np.ones(len(moments), dtype=bool)
+    while True:
+        solution[positive] = np.linalg.solve(matrix[np.ix_(positive, positive)], moments[positive])
+        if (solution >= 0).all():
+            return solution
+        positive &= solution > 0
+        solution[~positive] = 0.0
 
 
 class PromptCost:
@@ -154,6 +169,34 @@ class DecodingStep:
     depth: int
 
 
+@dataclass(slots=True)
+class Load:
+    """What is known about steps with about the same number of requests: up to a factor of two.
+
+    Attributes:
+        depth: how many tokens to draft for each request.
+        tokens, plain_tokens: per request: expected tokens of a step, and tokens without drafts in the time of that
+            step; means over recent steps.
+        num_trial_steps: steps with drafts since the last pause.
+        retry_at: end of the pause in seconds; 0 if drafting is not paused.
+    """
+
+    depth: int
+    net_tokens: Array  # by depth: mean over `num_steps`
+    num_steps: int = 0
+    tokens: float = 1.0
+    plain_tokens: float = 1.0
+    plain_tokens_per_s: float = 0.0
+    num_trial_steps: int = 0
+    retry_s: float = _RETRY_S
+    retry_at: float = 0.0
+
+    @property
+    def gain(self) -> float:
+        """The ratio of tokens/s with drafts to tokens/s without in decoding, smoothed over steps."""
+        return self.tokens / self.plain_tokens
+
+
 class DraftBudget:
     """Chooses the drafts to verify and the depth of the next drafts, for the requests of one engine.
 
@@ -162,16 +205,14 @@ class DraftBudget:
         is_depth_fixed: whether the drafter always drafts K tokens.
 
     Attributes:
-        depth: how many tokens to draft for each request in the next step.
         prompt_cost: the drafter's time for prompts.
     """
 
     def __init__(self, num_speculative_tokens: int, *, is_depth_fixed: bool = False) -> None:
-        self.depth = num_speculative_tokens
-        self._depths = [self.depth] if is_depth_fixed else list(range(1, self.depth + 1))
-        self._net_tokens: Array = np.zeros(len(self._depths))  # by depth: mean over `_num_steps`
-        self._num_steps = 0
-        self._survival_ratios = np.full(self.depth, 0.8)  # survival at each position / at the position before
+        self._max_depth = num_speculative_tokens
+        self._depths = [self._max_depth] if is_depth_fixed else list(range(1, self._max_depth + 1))
+        self._loads: dict[int, Load] = {}
+        self._survival_ratios = np.full(self._max_depth, 0.8)  # survival at each position / at the position before
         sources = ("greedy", "sampled", "lookup")
         self._calibrations = {source: Calibration(num_speculative_tokens) for source in sources}
         # Coefficients for the first steps: the packaged target on two cores takes 23.5 ms plus 0.1 ms per token up
@@ -179,26 +220,18 @@ class DraftBudget:
         # (benchmarks/speculation/2026-11-27-smollm2-135m-amx-shipped.md).
         self._target_cost = LinearCost([1.0, 0.005, 0.012, 0.05])
         self._drafter_cost = LinearCost([0.2, 0.02, 0.005, 0.03, 0.003])
-        # Per request: expected tokens of a step, and tokens without drafts in the time of that step.
-        self._tokens = self._plain_tokens = 1.0
-        self._plain_tokens_per_s = 0.0
-        self._last_num_requests, self._mean_context_tokens = 0, 0.0  # of the last step
-        self._recent_survival: Array = np.zeros((0, self.depth))  # [rows, K]
         self.prompt_cost = PromptCost()
-        self._num_trial_steps = 0
-        self._is_paused, self._paused_at_load = False, 0
-        self._retry_s, self._retry_at = _RETRY_S, 0.0
 
-    @property
-    def _gain(self) -> float:
-        """The ratio of tokens/s with drafts to tokens/s without in decoding, smoothed over steps."""
-        return self._tokens / self._plain_tokens
+    def load(self, num_requests: int) -> Load:
+        """Return what is known about steps with this number of requests."""
+        size = num_requests.bit_length()
+        if size not in self._loads:
+            self._loads[size] = Load(self._max_depth, np.zeros(len(self._depths)))
+        return self._loads[size]
 
-    @property
-    def _overall_gain(self) -> float:
-        """`_gain`, including the drafter's time for prompts, which yields no tokens."""
-        plain_tokens_of_prompts = self.prompt_cost.seconds_per_output_token * self._plain_tokens_per_s
-        return 1 / (self._plain_tokens / self._tokens + plain_tokens_of_prompts)
+    def forget_loads(self) -> None:
+        """Measure again whether drafting pays, at every load."""
+        self._loads.clear()
 
     def survival(self, source: str, log_odds: Array) -> Array:
         """Return the probability that each draft is accepted with all earlier ones.
@@ -221,32 +254,18 @@ class DraftBudget:
         """
         # The threshold and the gain are those of a step in which all requests have drafts. Requests without drafts (the
         # drafter's cache has a gap) are soon replaced by others, so they must not decide whether drafting pays.
+        load = self.load(num_requests)
         threshold, tokens, plain_tokens = self._best_step(
-            np.resize(survival, (num_requests, survival.shape[1])), context_tokens, depth
+            load, np.resize(survival, (num_requests, survival.shape[1])), context_tokens, depth
         )
-        self._last_num_requests, self._mean_context_tokens = num_requests, context_tokens / num_requests
-        self._recent_survival = np.concatenate([self._recent_survival, survival])[-_RECENT_ROWS:]
-        if depth == self.depth:  # otherwise the drafts only explore another depth
-            self._num_trial_steps += 1
-            num_steps = min(self._num_trial_steps, max(16, _GAIN_WINDOW // num_requests))
-            self._update_gain(tokens, plain_tokens, num_steps)
+        if depth == load.depth:  # otherwise the drafts only explore another depth
+            load.num_trial_steps += 1
+            num_steps = min(load.num_trial_steps, max(16, _GAIN_WINDOW // num_requests))
+            load.tokens += (tokens / num_requests - load.tokens) / num_steps
+            load.plain_tokens += (plain_tokens / num_requests - load.plain_tokens) / num_steps
         return np.asarray((survival >= threshold).sum(axis=1), dtype=np.float64)
 
-    def _update_gain(self, tokens: float, plain_tokens: float, num_steps: int) -> None:
-        self._tokens += (tokens / self._last_num_requests - self._tokens) / num_steps
-        self._plain_tokens += (plain_tokens / self._last_num_requests - self._plain_tokens) / num_steps
-
-    def _adapt_to_load(self, num_requests: int) -> None:
-        """Predict gain and depth at another load, from recent drafts."""
-        self._last_num_requests, self._num_steps = num_requests, 0
-        context_tokens = int(num_requests * self._mean_context_tokens)
-        survival = np.resize(self._recent_survival, (num_requests, self._recent_survival.shape[1]))
-        self.choose_depth(survival, num_requests, context_tokens, self.depth)
-        _, tokens, plain_tokens = self._best_step(survival, context_tokens, self.depth)
-        self._num_trial_steps = 0
-        self._update_gain(tokens, plain_tokens, 1)
-
-    def _best_step(self, survival: Array, context_tokens: int, depth: int) -> tuple[float, float, float]:
+    def _best_step(self, load: Load, survival: Array, context_tokens: int, depth: int) -> tuple[float, float, float]:
         """Return the lowest survival to verify, the step's tokens, and the tokens without drafts in the same time."""
         num_requests = len(survival)
         descending = np.sort(survival, axis=None)[::-1]
@@ -255,15 +274,16 @@ class DraftBudget:
         num_verified = np.arange(len(tokens), dtype=np.float64)
         target_s = self._target_s(num_requests, num_verified, context_tokens)
         step_s = target_s + self._drafter_s(num_requests, num_verified, depth)
-        self._plain_tokens_per_s = num_requests / float(target_s[0])
+        load.plain_tokens_per_s = num_requests / float(target_s[0])
         # The tokens that steps without drafts would yield in the duration of this step.
-        plain_tokens = step_s * self._plain_tokens_per_s
-        num_best = int(np.argmax(tokens - self._gain * plain_tokens))
+        plain_tokens = step_s * load.plain_tokens_per_s
+        num_best = int(np.argmax(tokens - load.gain * plain_tokens))
         threshold = float(descending[num_best - 1]) if num_best else np.inf
         return threshold, float(tokens[num_best]), float(plain_tokens[num_best])
 
     def choose_depth(self, survival: Array, num_requests: int, context_tokens: int, depth: int) -> None:
-        """Set `depth` to the one with the most net tokens, averaged over recent steps. Arguments as for `choose`."""
+        """Choose the depth with the most net tokens, averaged over recent steps. Arguments as for `choose`."""
+        load = self.load(num_requests)
         survival = np.resize(survival, (num_requests, survival.shape[1]))
         totals = survival.sum(axis=0)
         for position in range(1, survival.shape[1]):
@@ -274,41 +294,41 @@ class DraftBudget:
                 self._survival_ratios[position] += 0.1 * (ratio - self._survival_ratios[position])
         net_tokens = []
         for tried_depth in self._depths:
-            _, tokens, plain_tokens = self._best_step(survival[:, :tried_depth], context_tokens, tried_depth)
+            _, tokens, plain_tokens = self._best_step(load, survival[:, :tried_depth], context_tokens, tried_depth)
             # Net of the tokens that steps without drafts would yield in the same time.
-            net_tokens.append((tokens - self._gain * plain_tokens) / num_requests)
-        self._num_steps += 1
-        self._net_tokens += (np.array(net_tokens) - self._net_tokens) / min(self._num_steps, max(4, 16 // num_requests))
-        self.depth = self._depths[int(np.argmax(self._net_tokens))]
+            net_tokens.append((tokens - load.gain * plain_tokens) / num_requests)
+        load.num_steps += 1
+        load.net_tokens += (np.array(net_tokens) - load.net_tokens) / min(load.num_steps, max(4, 16 // num_requests))
+        load.depth = self._depths[int(np.argmax(load.net_tokens))]
 
     def drafting_pays(self, num_requests: int, now_s: float) -> bool:
         """Return whether the drafter should run at this load.
 
         If drafting was slower than steps without drafts would have been, over at least `_TRIAL_STEPS` steps, it pauses
-        at this load, and at loads above half of it, until a retry is due.
+        at this load until a retry is due.
         """
-        if now_s < self._retry_at and num_requests > self._paused_at_load / 2:
-            self._is_paused = True
+        load = self.load(num_requests)
+        if now_s < load.retry_at:
             return False
-        if self._is_paused:
-            self._is_paused = False
-            self.restart_trial()
-        elif self._last_num_requests and not 0.5 < num_requests / self._last_num_requests < 2:
-            self._adapt_to_load(num_requests)
-        if self._num_trial_steps < _TRIAL_STEPS:
+        if load.retry_at:
+            load.retry_at, load.num_trial_steps = 0.0, 0
+        if self.is_trial(num_requests):
             return True
-        if self._overall_gain >= 1:
-            self._retry_s = _RETRY_S
+        if self._overall_gain(load) >= 1:
+            load.retry_s = _RETRY_S
             return True
-        self._paused_at_load, self._retry_at = num_requests, now_s + self._retry_s
-        self._retry_s = min(2 * self._retry_s, _MAX_RETRY_S)
-        self._is_paused = True
+        load.retry_at = now_s + load.retry_s
+        load.retry_s = min(2 * load.retry_s, _MAX_RETRY_S)
         return False
 
-    def restart_trial(self) -> None:
-        """Forget the gain, so that drafting does not pause until its gain has been measured again."""
-        self._num_trial_steps = 0
-        self._tokens = self._plain_tokens = 1.0
+    def is_trial(self, num_requests: int) -> bool:
+        """Return whether too few steps had drafts at this load to know whether drafting pays."""
+        return self.load(num_requests).num_trial_steps < _TRIAL_STEPS
+
+    def _overall_gain(self, load: Load) -> float:
+        """The gain, including the drafter's time for prompts, which yields no tokens."""
+        plain_tokens_of_prompts = self.prompt_cost.seconds_per_output_token * load.plain_tokens_per_s
+        return 1 / (1 / load.gain + plain_tokens_of_prompts)
 
     def _target_s(self, num_requests: int, num_verified: Array, context_tokens: int) -> Array:
         """Return the predicted seconds of the target's pass, non-decreasing with the number of verified drafts."""
@@ -321,7 +341,8 @@ class DraftBudget:
     def observe_step(self, step: DecodingStep, *, target_s: float, drafter_s: float) -> None:
         """Learn from a step without prompt tokens; `drafter_s` is 0 if the drafter did not run."""
         num_verified = np.float64(step.num_verified)
-        self._target_cost.observe(_target_features(step.num_requests, num_verified, step.context_tokens), target_s)
+        features = _target_features(step.num_requests, num_verified, step.context_tokens)
+        self._target_cost.observe(features, target_s, 1.0 if step.num_verified else _PLAIN_WEIGHT)
         if drafter_s > 0:
             self._drafter_cost.observe(_drafter_features(step.num_requests, num_verified, step.depth), drafter_s)
 

@@ -25,15 +25,13 @@ if TYPE_CHECKING:
 
 LOOKUP = "PEAGLE_LOOKUP_MIN_NGRAM"  # environment variable: the shortest n-gram; empty disables the lookup
 VERIFY = "PEAGLE_VERIFY"  # environment variable; if "auto", only drafts that are worth their time are verified
-# After this many steps, learn only from every eighth step, because learning takes as long as choosing.
-_LEARNING_STEPS = 64
 # An engine's first steps take up to ten times as long as later ones, so nothing is learned from their duration.
 _COLD_STEPS = 16
-_LEARN_EVERY = 8
+_LEARN_EVERY = 8  # after a trial, because learning takes as long as choosing
 # One in this many steps verifies nothing, so that the time of a step without drafts is measured, not extrapolated.
 # Another one drafts K tokens, to learn how often the deepest drafts survive. The budget learns from both.
 _EXPLORE_EVERY = 64
-_EARLY_EXPLORE_EVERY = 8  # during the first `_LEARNING_STEPS`
+_TRIAL_EXPLORE_EVERY = 8  # during a trial
 _MAX_GAPS = 1024  # remembered requests with a gap
 
 
@@ -111,7 +109,7 @@ class SchedulerDrafts:
         can_draft = not all(_drafts_of(request).has_gap for request in requests)
         depth = 0  # number of tokens to draft
         if can_draft and budget.drafting_pays(len(requests), self._started_s):
-            depth = self._num_speculative_tokens if self._drafts_deepest() else budget.depth
+            depth = self._num_speculative_tokens if self._drafts_deepest() else budget.load(len(requests)).depth
         else:
             for request, num_tokens in zip(requests, scheduled.num_scheduled_tokens.values(), strict=True):
                 self._add_gap(request, (request.num_computed_tokens - num_tokens) // block_size)
@@ -182,7 +180,7 @@ class SchedulerDrafts:
         self._num_steps += 1
         drafter_s = confidence.drafter_s if confidence else 0.0
         if self._num_steps == _COLD_STEPS:
-            budget.restart_trial()
+            budget.forget_loads()
         if self._step and self._num_prompt_tokens and drafter_s and self._num_steps > _COLD_STEPS:
             budget.observe_prompts(self._step, self._num_prompt_tokens, drafter_s)
         if self._learns():
@@ -225,7 +223,7 @@ class SchedulerDrafts:
             drafted.draft_token_ids[index] = drafted.draft_token_ids[index][:num_chosen]
 
     def _learns(self) -> bool:
-        return self._num_steps <= _LEARNING_STEPS or self._num_steps % _LEARN_EVERY == 0
+        return self._is_trial() or self._num_steps % _LEARN_EVERY == 0
 
     def _verifies_nothing(self) -> bool:
         """Whether the next step verifies nothing, to measure the time of a step without drafts."""
@@ -236,7 +234,12 @@ class SchedulerDrafts:
         return (self._num_steps + 1) % self._explore_every() == self._explore_every() // 2
 
     def _explore_every(self) -> int:
-        return _EARLY_EXPLORE_EVERY if self._num_steps < _LEARNING_STEPS else _EXPLORE_EVERY
+        return _TRIAL_EXPLORE_EVERY if self._is_trial() else _EXPLORE_EVERY
+
+    def _is_trial(self) -> bool:
+        """Whether the budget needs more steps at the present load to know whether drafting pays."""
+        step, budget = self._step, self._budget
+        return step is not None and step.depth > 0 and budget is not None and budget.is_trial(step.num_requests)
 
     def _learn(self, budget: DraftBudget, drafter_s: float) -> None:
         """Learn from the step that ended, and from all drafts that were verified since the last call."""
