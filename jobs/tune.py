@@ -17,7 +17,7 @@ Each candidate is measured once within a budget of engine time, and the best are
 
   peagle tune --dataset mine.jsonl --time-budget-s 1800
   peagle tune --objective throughput --max-tpot-ms 40 --max-num-seqs 1,2,4,8 --dataset mine.jsonl --time-budget-s 1200
-  peagle tune --methods none,peagle,eagle3 --drafter eagle3=heads/eagle3/head -k 3,5,7 --precision bf16,fp8
+  peagle tune --methods none,peagle,eagle3 --drafter eagle3=heads/eagle3/head --verify all -k 3,5,7
   peagle generate --profile runs/tune/.../profile.yaml --input prompts.jsonl --output runs/first
 
 The result is a profile for `peagle generate` and `peagle serve`; the best choice may be no speculation. OUTPUT contains

@@ -159,8 +159,9 @@ class DraftingOptions(BaseModel):
         description="METHOD=HEAD with a folder or a Hugging Face id, or only HEAD for a head of the catalog; "
         "default: the catalog's head of each method",
     )
-    num_speculative_tokens: KList = Field(
-        default_factory=lambda: [3, 5, 7], description="draft tokens per step (K), such as 3,5,7; default: 3,5,7"
+    num_speculative_tokens: KList | None = Field(
+        None,
+        description="draft tokens per step (K), such as 3,5,7; default: 3,5,7, or with --verify auto each head's own",
     )
 
     @field_validator("drafter")

@@ -20,7 +20,14 @@ from peagle.economics.price_options import PRICE_OPTIONS, require_device, resolv
 from peagle.economics.prices import Price
 from peagle.engine.accelerators import require_usable
 from peagle.engine.attention import check_backends
-from peagle.engine.keys import apply_drafter_options, drafter_note, non_default_options, spec_fields, widest_head_dim
+from peagle.engine.keys import (
+    apply_drafter_options,
+    drafter_note,
+    non_default_options,
+    spec_fields,
+    verify_for,
+    widest_head_dim,
+)
 from peagle.engine.memory import check_capacity
 from peagle.engine.precision import Precision
 from peagle.engine.spec import DRAFT_METHODS, DrafterSpec, EngineSpec, LookupMethod, spec_precision
@@ -29,6 +36,8 @@ from peagle.errors import ConfigError, DrafterError, PriceError
 from peagle.hardware import Hardware
 from peagle.profiles.measurements import METHOD_NAMES, NONE, method_label
 from peagle.provenance import versions
+
+_DEFAULT_KS = (3, 5, 7)  # to compare, if all drafts are verified
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +140,7 @@ def make_setups(
                 )
             drafter = DrafterSpec(method=cast(LookupMethod, method), model="", num_speculative_tokens=1)
             head_name, fingerprint = None, ""
-        for k in config.num_speculative_tokens:
+        for k in config.num_speculative_tokens or _default_ks(drafter):
             drafter_at_k = _with_synthetic_acceptance(replace(drafter, num_speculative_tokens=k), config)
             setups.append(make_setup(spec, drafter_at_k, head=head_name, fingerprint=fingerprint))
     return setups, notes
@@ -146,9 +155,14 @@ def require_capacity(setups: Iterable[Setup], model: ResolvedModel, hardware: Ha
         check_capacity(setup.spec, hardware)
 
 
+def _default_ks(drafter: DrafterSpec) -> Sequence[int]:
+    return [drafter.num_speculative_tokens] if drafter.verify == "auto" else _DEFAULT_KS
+
+
 def _head(method: str, config: BenchConfig, model: ResolvedModel, hardware: Hardware) -> ResolvedDrafter:
     name = config.heads.get(method)
-    max_k = max(config.num_speculative_tokens)
+    ks = config.num_speculative_tokens or (_DEFAULT_KS if verify_for(method, config, hardware) == "all" else None)
+    max_k = max(ks) if ks else None
     try:
         head = resolve_drafter(name or method, model, 1, num_speculative_tokens=max_k, platform=hardware.platform)
     except DrafterError as error:

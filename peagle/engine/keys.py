@@ -169,17 +169,22 @@ def apply_drafter_options(drafter: DrafterSpec, options: TargetOptions, hardware
         )
     # vLLM does not support bidirectional attention with an FP8 cache (vllm-project/vllm issue 41559).
     needs_bf16 = drafter.drafts_block and hardware.platform == "cuda" and options.draft_kv_cache_precision == "auto"
-    # On GPUs, drafts stay on the device. There, only DSpark's own runner can drop drafts, and only if the user sets
-    # `verify`.
-    is_dspark_with_verify = drafter.method == "dspark" and "verify" in options.model_fields_set
-    can_verify_some = hardware.platform == "cpu" or is_dspark_with_verify
     return replace(
         drafter,
         kv_cache_precision="bf16" if needs_bf16 else options.draft_kv_cache_precision,
         attention_backend=options.draft_attention_backend and options.draft_attention_backend.upper(),
         lookup=lookup,
-        verify=options.verify if can_verify_some else "all",
+        verify=verify_for(drafter.method, options, hardware),
     )
+
+
+def verify_for(method: str, options: TargetOptions, hardware: Hardware) -> Verify:
+    """Return which drafts of a method an engine verifies on this hardware."""
+    # On GPUs, drafts stay on the device. There, only DSpark's own runner can drop drafts, and only if the user sets
+    # `verify`.
+    is_dspark_with_verify = method == "dspark" and "verify" in options.model_fields_set
+    can_verify_some = hardware.platform == "cpu" or is_dspark_with_verify
+    return options.verify if can_verify_some else "all"
 
 
 def drafter_note(drafter: DrafterSpec | None) -> str:

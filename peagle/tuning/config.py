@@ -8,7 +8,7 @@ from pydantic import Field, field_validator
 from peagle.bench.config import MAX_CONCURRENCY, DraftingOptions, MeasurementOptions, whole_numbers
 from peagle.economics.price_options import PriceOptions
 from peagle.engine.precision import PRECISIONS
-from peagle.engine.spec import DRAFT_METHODS
+from peagle.engine.spec import DRAFT_METHODS, Verify
 from peagle.profiles.measurements import NONE
 
 METHODS = (NONE, *DRAFT_METHODS)
@@ -38,6 +38,9 @@ class TuneConfig(PriceOptions, MeasurementOptions, DraftingOptions):
     )
     precision: list[str] = Field(  # type: ignore[assignment]  # a list, unlike in a benchmark
         default_factory=lambda: [AUTO], description="weights and KV cache of the target, as bf16,fp8; default: auto"
+    )
+    verify: Verify = Field(
+        "auto", description="auto: K is a maximum, and the engine chooses (CPUs); all: compare each K"
     )
     requests_per_slot: int = Field(3, ge=1, description="prompts per pass: N x concurrency, at least 6")
     output: Path | None = Field(

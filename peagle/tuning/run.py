@@ -62,7 +62,7 @@ def make_profile(
         peagle_profile=1,
         decision=_decision(config, cells),
         objective=config.goal(),
-        engine=_engine_options(config, cells[0]),
+        engine=_engine_options(config, setups[best.engine], cells[0]),
         tuned=Tuned(concurrency=cells[0].concurrency, acceptance_length=cells[0].acceptance_length),
         target=TunedTarget(name=plan.model.name, revision=plan.model.fingerprint or "unknown"),
         hardware=plan.hardware.describe(),
@@ -96,7 +96,7 @@ def text_table(profile: Profile) -> str:
     return "\n".join([*aligned(rows), "", profile.decision, *profile.notes])
 
 
-def _engine_options(config: TuneConfig, cell: MeasuredCell) -> dict[str, Any]:
+def _engine_options(config: TuneConfig, setup: Setup, cell: MeasuredCell) -> dict[str, Any]:
     names = {"kv_cache_precision", *TARGET_ENGINE_OPTIONS} - (set() if cell.has_drafter else set(DRAFTER_KEYS))
     options = config.model_dump(include=names) | {
         "model": absolute_model_name(config.model),
@@ -105,6 +105,7 @@ def _engine_options(config: TuneConfig, cell: MeasuredCell) -> dict[str, Any]:
         "precision": cell.precision,
         "max_num_seqs": cell.concurrency,
         "max_num_batched_tokens": cell.max_num_batched_tokens,
+        "verify": setup.drafter.verify if setup.drafter else None,
     }
     return {name: options[name] for name in ENGINE_KEYS if options.get(name) is not None}
 
@@ -236,7 +237,10 @@ class Tuning(Measurement):
         if config.objective == "tokens-per-dollar":
             resolve_price(config, hardware)  # raises an error without a price, which a benchmark does not need
         concurrencies = config.max_num_seqs or {"cpu": [1, 4, 16], "cuda": [8, 32, 128]}[hardware.platform]
-        varied = config.model_dump(include={"methods", "drafter", "num_speculative_tokens"})
+        # On GPUs, a `verify` that is passed on counts as the user's choice.
+        sets_verify = hardware.platform == "cpu" or "verify" in config.model_fields_set
+        names = {"methods", "drafter", "num_speculative_tokens"} | ({"verify"} if sets_verify else set())
+        varied = config.model_dump(include=names)
         plans = [
             make_plan(as_benchmark(config, **varied, concurrency=concurrencies, precision=precision), hardware, model)
             for precision in config.precision

@@ -83,6 +83,22 @@ def test_every_method_and_k_has_an_engine(target, write_head_folder):
     assert (setups[1].fingerprint, setups[1].head) == (setups[2].fingerprint, "peagle")
 
 
+@pytest.mark.parametrize(
+    ("hardware", "options", "expected"),
+    [
+        (CPU, {}, [(3, "all"), (5, "all"), (7, "all")]),
+        (CPU, {"verify": "auto"}, [(5, "auto")]),  # the head's own K
+        (CPU, {"verify": "auto", "num_speculative_tokens": "2,4"}, [(2, "auto"), (4, "auto")]),
+        (TWO_GPUS, {"verify": "auto"}, [(3, "all"), (5, "all"), (7, "all")]),
+    ],
+)
+def test_default_k_is_the_heads_own_if_the_engine_chooses(hardware, options, expected, target, write_head_folder):
+    setups = make_bench_plan(
+        target, hardware, methods="peagle", drafter=f"peagle={write_head_folder()}", **options
+    ).setups
+    assert [(setup.k, setup.drafter.verify) for setup in setups] == expected
+
+
 def test_head_of_another_method_is_refused(target, write_head_folder):
     with pytest.raises(DrafterError, match="is a head of method peagle"):
         make_bench_plan(target, methods="eagle3", drafter=f"eagle3={write_head_folder()}")

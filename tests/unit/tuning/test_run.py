@@ -91,6 +91,15 @@ def test_fastest_configuration_becomes_the_profile(run, tmp_path):
     assert (tmp_path / "out" / "profile.yaml").exists()
 
 
+def test_engines_choose_what_to_verify_unless_fixed_values_of_k_are_compared(run, tmp_path):
+    starter = FakeEngineStarter({0: SLOW, 2: FAST, 4: SLOW})
+    assert run(starter).engine["verify"] == "auto"
+    assert {spec.drafter.verify for spec in starter.specs if spec.drafter} == {"auto"}
+    starter = FakeEngineStarter({0: SLOW, 2: FAST, 4: SLOW})
+    assert run(starter, verify="all", output=tmp_path / "fixed").engine["verify"] == "all"
+    assert {spec.drafter.verify for spec in starter.specs if spec.drafter} == {"all"}
+
+
 def test_no_speculation_can_be_the_result(run):
     profile = run(FakeEngineStarter({0: FAST, 2: SLOW, 4: SLOW}))
     assert profile.engine["drafter"] == "none"
@@ -133,7 +142,9 @@ def test_tuning_within_a_spent_budget_returns_the_best_result_so_far(run):
     assert {cell.method for cell in profile.measurements} == {"none"}
     assert profile.decision.endswith("; no drafter was measured.")
     assert profile.notes[0].startswith("Not measured within the budget: ")
-    assert profile.notes[0].endswith("P-EAGLE K=2; P-EAGLE K=4. Increase --time-budget-s to continue with them.")
+    assert profile.notes[0].endswith(
+        "P-EAGLE K=2, verify auto; P-EAGLE K=4, verify auto. Increase --time-budget-s to continue with them."
+    )
     starter = FakeEngineStarter({0: SLOW, 2: FAST, 4: SLOW})
     assert run(starter).engine["num_speculative_tokens"] == 2  # without a budget
     assert starter.ks[0] in (0, 2)
@@ -178,8 +189,8 @@ def test_failed_engine_is_excluded(run):
     messages: list[str] = []
     profile = run(FakeEngineStarter({0: SLOW, 2: FAST, 4: SLOW}, broken=(2,)), messages)
     assert profile.engine.get("num_speculative_tokens") != 2
-    assert profile.notes == ["P-EAGLE K=2 could not be measured: K=2 does not start"]
-    assert "  skipping P-EAGLE K=2: K=2 does not start" in messages
+    assert profile.notes == ["P-EAGLE K=2, verify auto could not be measured: K=2 does not start"]
+    assert "  skipping P-EAGLE K=2, verify auto: K=2 does not start" in messages
 
 
 @pytest.mark.parametrize("both_crash", [False, True])
@@ -203,7 +214,7 @@ def test_finished_passes_of_a_crashed_engine_are_kept(both_crash, run):
 
     profile = run(start_engine, num_speculative_tokens="2", max_tokens=8)
     assert (profile.engine["num_speculative_tokens"], profile.engine["max_num_seqs"]) == (2, 1)
-    assert "P-EAGLE K=2 could only in part be measured: out of memory" in profile.notes
+    assert "P-EAGLE K=2, verify auto could only in part be measured: out of memory" in profile.notes
 
 
 def test_progress_has_the_remaining_time(run):
