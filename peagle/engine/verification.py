@@ -29,6 +29,7 @@ _MAX_SLOWDOWN = 1.5  # limit of that error, since a step that another process in
 _PLAIN_WEIGHT = 8.0  # of the few steps without drafts in a fit, because they decide whether drafting pays
 _GAIN_WINDOW = 256  # requests x steps over which the gain of drafting is averaged, but at least 16 steps
 _TRIAL_STEPS = 16  # steps with drafts at a load before drafting may pause
+_SETTLING_STEPS = 16  # steps at another load before drafting continues after a pause
 _RETRY_S = 30.0  # pause until drafting is retried; doubles up to `_MAX_RETRY_S` while drafting does not pay
 _MAX_RETRY_S = 480.0
 
@@ -212,6 +213,7 @@ class DraftBudget:
         self._max_depth = num_speculative_tokens
         self._depths = [self._max_depth] if is_depth_fixed else list(range(1, self._max_depth + 1))
         self._loads: dict[int, Load] = {}
+        self._num_unpaused_steps = _SETTLING_STEPS  # since the last step at a paused load
         self._survival_ratios = np.full(self._max_depth, 0.8)  # survival at each position / at the position before
         sources = ("greedy", "sampled", "lookup")
         self._calibrations = {source: Calibration(num_speculative_tokens) for source in sources}
@@ -309,14 +311,20 @@ class DraftBudget:
         """
         load = self.load(num_requests)
         if now_s < load.retry_at:
+            self._num_unpaused_steps = 0
             return False
         if load.retry_at:
             load.retry_at, load.num_trial_steps = 0.0, 0
+        # Every change from a paused load to another one would run the drafter for a few new requests only.
+        self._num_unpaused_steps += 1
+        if self._num_unpaused_steps < _SETTLING_STEPS:
+            return False
         if self.is_trial(num_requests):
             return True
         if self._overall_gain(load) >= 1:
             load.retry_s = _RETRY_S
             return True
+        self._num_unpaused_steps = 0
         load.retry_at = now_s + load.retry_s
         load.retry_s = min(2 * load.retry_s, _MAX_RETRY_S)
         return False
