@@ -24,8 +24,9 @@ Mask = npt.NDArray[np.bool_]
 
 _MAX_LOG_ODDS = 6.0  # so that one surprise does not dominate a fit
 _DECAY = 0.999  # factor by which each observation reduces the weight of earlier ones, so that a fit follows changes
-_SPEED_CHANGE = 0.2  # the part of a step's relative error that is attributed to the machine's present speed
-_MAX_SLOWDOWN = 1.5  # limit of that error, since a step that another process interrupted is not this engine's cost
+_SPEED_EXPONENT = 0.2  # the machine's speed follows this power of a step's seconds / predicted seconds
+# Limits of that ratio, since a step that another process interrupted is not this engine's cost.
+_MIN_RATIO, _MAX_RATIO = 0.1, 1.5
 _PLAIN_WEIGHT = 8.0  # of the few steps without drafts in a fit, because they decide whether drafting pays
 _GAIN_WINDOW = 256  # requests x steps over which the gain of drafting is averaged, but at least 16 steps
 _TRIAL_STEPS = 16  # steps with drafts at a load before drafting may pause
@@ -92,8 +93,8 @@ class LinearCost:
             self._expected *= seconds / float(self.predict(features))
             self._weights, self._moments = self._expected.copy(), self._prior @ self._expected
             self._is_scaled = True
-        ratio = min(seconds / float(self.predict(features)), _MAX_SLOWDOWN)
-        self._slowness *= ratio**_SPEED_CHANGE
+        ratio = min(max(seconds / float(self.predict(features)), _MIN_RATIO), _MAX_RATIO)
+        self._slowness *= ratio**_SPEED_EXPONENT
         learned_s = max(float(features @ self._weights), 1e-6) * ratio  # at the speed before this step
         prior_weight = 1 - _DECAY
         self._information = _DECAY * self._information + prior_weight * self._prior
