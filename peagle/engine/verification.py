@@ -172,7 +172,7 @@ class DecodingStep:
 
 
 @dataclass(slots=True)
-class Load:
+class LoadState:
     """What is known about steps with about the same number of requests: up to a factor of two.
 
     Attributes:
@@ -213,7 +213,7 @@ class DraftBudget:
     def __init__(self, num_speculative_tokens: int, *, is_depth_fixed: bool = False) -> None:
         self._max_depth = num_speculative_tokens
         self._depths = [self._max_depth] if is_depth_fixed else list(range(1, self._max_depth + 1))
-        self._loads: dict[int, Load] = {}
+        self._loads: dict[int, LoadState] = {}
         self._num_unpaused_steps = _SETTLING_STEPS  # since the last step at a paused load
         self._survival_ratios = np.full(self._max_depth, 0.8)  # survival at each position / at the position before
         sources = ("greedy", "sampled", "lookup")
@@ -225,11 +225,11 @@ class DraftBudget:
         self._drafter_cost = LinearCost([0.2, 0.02, 0.005, 0.03, 0.003])
         self.prompt_cost = PromptCost()
 
-    def load(self, num_requests: int) -> Load:
+    def load(self, num_requests: int) -> LoadState:
         """Return what is known about steps with this number of requests."""
         size = num_requests.bit_length()
         if size not in self._loads:
-            self._loads[size] = Load(self._max_depth, np.zeros(len(self._depths)))
+            self._loads[size] = LoadState(self._max_depth, np.zeros(len(self._depths)))
         return self._loads[size]
 
     def forget_loads(self) -> None:
@@ -268,7 +268,9 @@ class DraftBudget:
             load.plain_tokens += (plain_tokens / num_requests - load.plain_tokens) / num_steps
         return np.asarray((survival >= threshold).sum(axis=1), dtype=np.float64)
 
-    def _best_step(self, load: Load, survival: Array, context_tokens: int, depth: int) -> tuple[float, float, float]:
+    def _best_step(
+        self, load: LoadState, survival: Array, context_tokens: int, depth: int
+    ) -> tuple[float, float, float]:
         """Return the lowest survival to verify, the step's tokens, and the tokens without drafts in the same time."""
         num_requests = len(survival)
         descending = np.sort(survival, axis=None)[::-1]
@@ -334,7 +336,7 @@ class DraftBudget:
         """Return whether too few steps had drafts at this load to know whether drafting pays."""
         return self.load(num_requests).num_trial_steps < _TRIAL_STEPS
 
-    def _overall_gain(self, load: Load) -> float:
+    def _overall_gain(self, load: LoadState) -> float:
         """The gain, including the drafter's time for prompts, which yields no tokens."""
         plain_tokens_of_prompts = self.prompt_cost.seconds_per_output_token * load.plain_tokens_per_s
         return 1 / (1 / load.gain + plain_tokens_of_prompts)
