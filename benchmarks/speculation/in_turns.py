@@ -1,4 +1,4 @@
-"""Compare engines on a machine whose speed changes: all engines run at the same time, and take turns of a few seconds.
+"""Compare engines on a machine with a varying speed: they stay loaded, and take turns of a few seconds.
 
     python -m benchmarks.speculation.in_turns --dataset humaneval --concurrency 8 --rounds 8 --output FILE.json \
         none peagle:5:auto peagle:3:all eagle3:5:auto

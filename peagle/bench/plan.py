@@ -123,8 +123,10 @@ def make_setups(
         if method == NONE:
             setups.append(make_setup(spec, None))
             continue
+        has_own_k = method in DRAFT_METHODS and verify_for(method, config, hardware) == "auto"
+        ks = config.num_speculative_tokens or ([] if has_own_k else _DEFAULT_KS)
         if method in DRAFT_METHODS:
-            head = _head(method, config, model, hardware)
+            head = _head(method, config, model, hardware, max(ks, default=None))
             assert head.spec is not None, "_head() returns a head"
             drafter, head_name, fingerprint = (
                 apply_drafter_options(head.spec, config, hardware),
@@ -140,7 +142,7 @@ def make_setups(
                 )
             drafter = DrafterSpec(method=cast(LookupMethod, method), model="", num_speculative_tokens=1)
             head_name, fingerprint = None, ""
-        for k in config.num_speculative_tokens or _default_ks(drafter):
+        for k in ks or [drafter.num_speculative_tokens]:
             drafter_at_k = _with_synthetic_acceptance(replace(drafter, num_speculative_tokens=k), config)
             setups.append(make_setup(spec, drafter_at_k, head=head_name, fingerprint=fingerprint))
     return setups, notes
@@ -155,14 +157,10 @@ def require_capacity(setups: Iterable[Setup], model: ResolvedModel, hardware: Ha
         check_capacity(setup.spec, hardware)
 
 
-def _default_ks(drafter: DrafterSpec) -> Sequence[int]:
-    return [drafter.num_speculative_tokens] if drafter.verify == "auto" else _DEFAULT_KS
-
-
-def _head(method: str, config: BenchConfig, model: ResolvedModel, hardware: Hardware) -> ResolvedDrafter:
+def _head(
+    method: str, config: BenchConfig, model: ResolvedModel, hardware: Hardware, max_k: int | None
+) -> ResolvedDrafter:
     name = config.heads.get(method)
-    ks = config.num_speculative_tokens or (_DEFAULT_KS if verify_for(method, config, hardware) == "all" else None)
-    max_k = max(ks) if ks else None
     try:
         head = resolve_drafter(name or method, model, 1, num_speculative_tokens=max_k, platform=hardware.platform)
     except DrafterError as error:

@@ -70,7 +70,8 @@ class LinearCost:
     """Seconds as a linear function of features: non-negative least squares with exponential forgetting.
 
     The speed of a machine that others share changes within seconds, so a factor follows it. The coefficients only learn
-    the relation between steps of different sizes.
+    the relation between steps of different sizes. Coefficients that the observed features do not determine return to
+    their expected values.
 
     Args:
         shape: expected coefficients, up to a common factor, which the first observation determines.
@@ -96,9 +97,10 @@ class LinearCost:
             self._expected *= seconds / float(self.predict(features))
             self._weights, self._moments = self._expected.copy(), self._prior @ self._expected
             self._is_scaled = True
-        ratio = min(max(seconds / float(self.predict(features)), _MIN_RATIO), _MAX_RATIO)
+        predicted_s = float(self.predict(features))
+        ratio = min(max(seconds / predicted_s, _MIN_RATIO), _MAX_RATIO)
+        learned_s = predicted_s / self._slowness * ratio  # at the speed before this step
         self._slowness *= ratio**_SPEED_EXPONENT
-        learned_s = max(float(features @ self._weights), 1e-6) * ratio  # at the speed before this step
         prior_weight = 1 - _DECAY
         self._information = _DECAY * self._information + prior_weight * self._prior
         self._information += weight * np.outer(features, features)
@@ -176,7 +178,7 @@ class DecodingStep:
 
 @dataclass(slots=True)
 class LoadState:
-    """What is known about steps with about the same number of requests: up to a factor of two.
+    """The statistics of steps with about the same number of requests, up to a factor of two.
 
     Attributes:
         depth: how many tokens to draft for each request.
@@ -229,7 +231,7 @@ class DraftBudget:
         self.prompt_cost = PromptCost()
 
     def load(self, num_requests: int) -> LoadState:
-        """Return what is known about steps with this number of requests."""
+        """Return the statistics of steps with about this number of requests."""
         size = num_requests.bit_length()
         if size not in self._loads:
             self._loads[size] = LoadState(self._max_depth, np.zeros(len(self._depths)))
