@@ -49,6 +49,7 @@ def register() -> None:
         probe_before_loading()
         normalize_each_layer()
         find_maxima_in_blocks()
+        call_worker_once()
 
 
 def exit_with_parent() -> None:
@@ -293,6 +294,58 @@ def find_maxima_in_blocks() -> None:
 
     torch.Tensor.argmax = argmax_of_logits  # type: ignore[assignment,method-assign]
     LogitsProcessor.get_top_tokens = get_top_tokens
+
+
+def call_worker_once() -> None:
+    """Make an engine core call its CPU worker once for each step.
+
+    vLLM (0.29) calls it up to three times: to compute logits, to pick tokens and to fetch drafts. On two cores, a call
+    takes 0.5 to 0.8 ms; a step of 8 requests takes 30 ms. With structured output, picking stays a call of its own,
+    because vLLM computes the allowed tokens during the first call.
+    """
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    execute, sample = GPUModelRunner.execute_model, GPUModelRunner.sample_tokens
+    update, end = Scheduler.update_from_output, EngineCore.post_step
+    if hasattr(end, "__wrapped__"):
+        return
+
+    @functools.wraps(execute)
+    def execute_and_sample(self: Any, scheduler_output: Any, *arguments: Any, **options: Any) -> Any:
+        output = execute(self, scheduler_output, *arguments, **options)
+        if output is not None or scheduler_output.has_structured_output_requests or _has_batch_queue(self):
+            return output
+        return self.sample_tokens(None)
+
+    @functools.wraps(sample)
+    def sample_and_add_drafts(self: Any, grammar_output: Any) -> Any:
+        has_executed = self.execute_model_state is not None
+        output = sample(self, grammar_output)
+        if has_executed and not _has_batch_queue(self):
+            output.peagle_drafted = self.take_draft_token_ids()
+        return output
+
+    @functools.wraps(update)
+    def update_and_keep_drafts(self: Any, scheduled: Any, output: Any) -> Any:
+        self.peagle_drafted = getattr(output, "peagle_drafted", None)
+        return update(self, scheduled, output)
+
+    @functools.wraps(end)
+    def pass_drafts_on(self: Any, model_executed: bool) -> None:
+        if self.batch_queue is not None:
+            end(self, model_executed)
+        elif model_executed and self.scheduler.peagle_drafted is not None:
+            self.scheduler.update_draft_token_ids(self.scheduler.peagle_drafted)
+
+    GPUModelRunner.execute_model, GPUModelRunner.sample_tokens = execute_and_sample, sample_and_add_drafts
+    Scheduler.update_from_output, EngineCore.post_step = update_and_keep_drafts, pass_drafts_on
+
+
+def _has_batch_queue(runner: Any) -> bool:
+    """Return whether vLLM starts a step before the previous one ends, as with pipeline parallelism."""
+    return bool(runner.vllm_config.max_concurrent_batches > 1)
 
 
 NICE = 10  # about a tenth of a CPU core next to busy threads

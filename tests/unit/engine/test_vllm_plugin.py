@@ -2,6 +2,7 @@ import inspect
 import multiprocessing
 import multiprocessing.connection
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -321,6 +322,78 @@ def test_engines_with_equal_core_counts_share_compiled_code(script_output):
 
 
 PROCESSORS = "v1/sample/logits_processor/__init__.py"
+
+
+def test_vllm_still_calls_its_worker_three_times_for_a_step():
+    """Once this fails, `call_worker_once` may be unnecessary."""
+    from vllm.v1.engine.core import EngineCore
+
+    calls = re.findall(r"self\.model_executor\.(\w+)\(", inspect.getsource(EngineCore.step))
+    assert calls == ["execute_model", "sample_tokens"]
+    assert "self.model_executor.take_draft_token_ids()" in inspect.getsource(EngineCore.post_step)
+
+
+class Runner:
+    """A fake of vLLM's model runner. The logits of a step are its state until tokens were picked."""
+
+    def __init__(self, *, num_batches):
+        self.vllm_config = SimpleNamespace(max_concurrent_batches=num_batches)
+        self.execute_model_state = None
+
+    def execute(self, scheduler_output):
+        self.execute_model_state = "logits"
+
+    def sample(self, grammar_output):
+        assert self.execute_model_state
+        self.execute_model_state = None
+        return SimpleNamespace(tokens=[1], grammar=grammar_output)
+
+    def take_draft_token_ids(self):
+        return "drafts"
+
+
+@pytest.fixture
+def engine_core(monkeypatch):
+    """Patch a fake runner, scheduler and core; return a function that makes the last two and the received drafts."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    received = []
+    monkeypatch.setattr(GPUModelRunner, "execute_model", Runner.execute)
+    monkeypatch.setattr(GPUModelRunner, "sample_tokens", Runner.sample)
+    monkeypatch.setattr(Scheduler, "update_from_output", lambda self, scheduled, output: output.tokens)
+    monkeypatch.setattr(
+        EngineCore, "post_step", lambda self, executed: received.append("fetched") if executed else None
+    )
+    for _ in range(2):  # a process may load plug-ins more than once
+        vllm_plugin.call_worker_once()
+    monkeypatch.setattr(Runner, "execute_model", GPUModelRunner.execute_model, raising=False)
+    monkeypatch.setattr(Runner, "sample_tokens", GPUModelRunner.sample_tokens, raising=False)
+
+    def run_step(runner, *, has_grammar=False):
+        """Run a step as `EngineCore.step` does. Return the number of calls and the received drafts."""
+        scheduler = SimpleNamespace(update_draft_token_ids=received.append)
+        core = SimpleNamespace(scheduler=scheduler, batch_queue=None)
+        num_calls, output = 1, runner.execute_model(SimpleNamespace(has_structured_output_requests=has_grammar))
+        if output is None:
+            num_calls, output = 2, runner.sample_tokens("grammar" if has_grammar else None)
+        assert output.grammar == ("grammar" if has_grammar else None)
+        assert Scheduler.update_from_output(scheduler, None, output) == [1]
+        core.batch_queue = [] if runner.vllm_config.max_concurrent_batches > 1 else None
+        EngineCore.post_step(core, True)
+        return num_calls, received
+
+    return run_step
+
+
+@pytest.mark.parametrize(
+    ("num_batches", "has_grammar", "result"),
+    [(1, False, (1, ["drafts"])), (1, True, (2, ["drafts"])), (2, False, (2, ["fetched"]))],
+    ids=["usual", "structured output", "pipeline parallel"],
+)
+def test_a_step_calls_its_worker_once(engine_core, num_batches, has_grammar, result):
+    assert engine_core(Runner(num_batches=num_batches), has_grammar=has_grammar) == result
 
 
 def test_vllm_still_refuses_unverifiable_parameters():
