@@ -13,7 +13,7 @@ depend on the sampler's random numbers.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -25,15 +25,20 @@ Mask = npt.NDArray[np.bool_]
 _MAX_LOG_ODDS = 6.0  # so that one surprise does not dominate a fit
 _DECAY = 0.999  # factor by which each observation reduces the weight of earlier ones, so that a fit follows changes
 _SPEED_EXPONENT = 0.2  # the machine's speed follows this power of a step's seconds / predicted seconds
-# Limits of that ratio, since a step that another process interrupted is not this engine's cost.
-_MIN_RATIO, _MAX_RATIO = 0.1, 1.5
+# Limits of that ratio, since a step that another process interrupted is not this engine's cost. They are wider for the
+# first observations of a cost.
+_RATIO_LIMITS, _FIRST_RATIO_LIMITS = (0.8, 1.2), (0.1, 1.5)
+_NUM_FIRST = 16
 _PLAIN_WEIGHT = 8.0  # of the few steps without drafts in a fit, because they decide whether drafting pays
 _GAIN_WINDOW = 256  # requests x steps over which the gain of drafting is averaged, but at least 16 steps
 _TRIAL_STEPS = 16  # steps with drafts at a load before drafting may pause
-# Drafting also costs time outside the measured steps: choosing, and passing drafts on, 1 to 2 % of a step
-# (benchmarks/speculation/2026-11-29-smollm2-135m-verify-auto.md).
-_MIN_GAIN = 1.02
+_MIN_GAIN = 1.02  # below that, the error of the estimate is larger than the gain
 _SETTLING_STEPS = 16  # steps at another load before drafting continues after a pause
+# Coefficients for the first steps: the packaged target on two cores takes 23.5 ms plus 0.1 ms per token up to 16 and
+# 0.4 ms per token above that; the drafter takes 7 ms
+# (benchmarks/speculation/2026-11-27-smollm2-135m-amx-shipped.md).
+_TARGET_SHAPE = (1.0, 0.005, 0.012, 0.05)
+_DRAFTER_SHAPE = (0.2, 0.02, 0.005, 0.03, 0.003)
 _RETRY_S = 30.0  # pause until drafting is retried; doubles up to `_MAX_RETRY_S` while drafting does not pay
 _MAX_RETRY_S = 480.0
 
@@ -69,9 +74,7 @@ class Calibration:
 class LinearCost:
     """Seconds as a linear function of features: non-negative least squares with exponential forgetting.
 
-    The speed of a machine that others share changes within seconds, so a factor follows it. The coefficients only learn
-    the relation between steps of different sizes. Coefficients that the observed features do not determine return to
-    their expected values.
+    Coefficients that the observed features do not determine return to their expected values.
 
     Args:
         shape: expected coefficients, up to a common factor, which the first observation determines.
@@ -84,29 +87,31 @@ class LinearCost:
         self._prior: Array = np.diag((0.1 / (3 * self._weights)) ** 2)
         self._information = self._prior.copy()
         self._moments: Array = self._prior @ self._weights
-        self._slowness = 1.0  # recent seconds / seconds of the coefficients
-        self._is_scaled = False
+        self._num_observed = 0
 
     def predict(self, features: Array) -> Array:
         """Return the seconds for features [..., number of coefficients], at least a microsecond."""
-        return np.maximum(features @ self._weights, 1e-6) * self._slowness
+        return np.maximum(features @ self._weights, 1e-6)
 
-    def observe(self, features: Array, seconds: float, weight: float = 1.0) -> None:
-        """Learn the seconds for one vector of features; `weight` is the number of steps that it stands for."""
-        if not self._is_scaled:
+    def observe(self, features: Array, seconds: float, weight: float = 1.0) -> float:
+        """Learn the seconds for one vector of features; `weight` is the number of steps that it stands for.
+
+        Return the ratio of `seconds` to the predicted seconds, within limits.
+        """
+        if self._num_observed == 0:
             self._expected *= seconds / float(self.predict(features))
             self._weights, self._moments = self._expected.copy(), self._prior @ self._expected
-            self._is_scaled = True
+        self._num_observed += 1
         predicted_s = float(self.predict(features))
-        ratio = min(max(seconds / predicted_s, _MIN_RATIO), _MAX_RATIO)
-        learned_s = predicted_s / self._slowness * ratio  # at the speed before this step
-        self._slowness *= ratio**_SPEED_EXPONENT
+        low, high = _FIRST_RATIO_LIMITS if self._num_observed <= _NUM_FIRST else _RATIO_LIMITS
+        ratio = min(max(seconds / predicted_s, low), high)
         prior_weight = 1 - _DECAY
         self._information = _DECAY * self._information + prior_weight * self._prior
         self._information += weight * np.outer(features, features)
         self._moments = _DECAY * self._moments + prior_weight * self._prior @ self._expected
-        self._moments += weight * learned_s * features
+        self._moments += weight * ratio * predicted_s * features
         self._weights = _solve_non_negative(self._information, self._moments)
+        return ratio
 
 
 def _solve_non_negative(matrix: Array, moments: Array) -> Array:
@@ -182,6 +187,7 @@ class LoadState:
 
     Attributes:
         depth: how many tokens to draft for each request.
+        target_cost, drafter_cost: the costs of steps, which are linear only within such a range.
         tokens, plain_tokens: per request: expected tokens of a step, and tokens without drafts in the time of that
             step; means over recent steps.
         num_trial_steps: steps with drafts since the last pause.
@@ -190,6 +196,8 @@ class LoadState:
 
     depth: int
     net_tokens: Array  # by depth: mean over `num_steps`
+    target_cost: LinearCost = field(default_factory=lambda: LinearCost(_TARGET_SHAPE))
+    drafter_cost: LinearCost = field(default_factory=lambda: LinearCost(_DRAFTER_SHAPE))
     num_steps: int = 0
     tokens: float = 1.0
     plain_tokens: float = 1.0
@@ -223,11 +231,9 @@ class DraftBudget:
         self._survival_ratios = np.full(self._max_depth, 0.8)  # survival at each position / at the position before
         sources = ("greedy", "sampled", "lookup")
         self._calibrations = {source: Calibration(num_speculative_tokens) for source in sources}
-        # Coefficients for the first steps: the packaged target on two cores takes 23.5 ms plus 0.1 ms per token up
-        # to 16 and 0.4 ms per token above that; the drafter takes 7 ms
-        # (benchmarks/speculation/2026-11-27-smollm2-135m-amx-shipped.md).
-        self._target_cost = LinearCost([1.0, 0.005, 0.012, 0.05])
-        self._drafter_cost = LinearCost([0.2, 0.02, 0.005, 0.03, 0.003])
+        # Recent seconds of steps / seconds by their cost. The speed of a machine that others share changes within
+        # seconds, so the costs only learn the relation between steps.
+        self._slowness = 1.0
         self.prompt_cost = PromptCost()
 
     def load(self, num_requests: int) -> LoadState:
@@ -282,8 +288,8 @@ class DraftBudget:
         descending = descending[: np.count_nonzero(descending)]
         tokens = num_requests + np.concatenate(([0.0], np.cumsum(descending)))
         num_verified = np.arange(len(tokens), dtype=np.float64)
-        target_s = self._target_s(num_requests, num_verified, context_tokens)
-        step_s = target_s + self._drafter_s(num_requests, num_verified, depth)
+        target_s = self._target_s(load, num_requests, num_verified, context_tokens)
+        step_s = target_s + self._drafter_s(load, num_requests, num_verified, depth)
         load.plain_tokens_per_s = num_requests / float(target_s[0])
         # The tokens that steps without drafts would yield in the duration of this step.
         plain_tokens = step_s * load.plain_tokens_per_s
@@ -346,25 +352,35 @@ class DraftBudget:
         plain_tokens_of_prompts = self.prompt_cost.seconds_per_output_token * load.plain_tokens_per_s
         return 1 / (1 / load.gain + plain_tokens_of_prompts)
 
-    def _target_s(self, num_requests: int, num_verified: Array, context_tokens: int) -> Array:
+    def _target_s(self, load: LoadState, num_requests: int, num_verified: Array, context_tokens: int) -> Array:
         """Return the predicted seconds of the target's pass, non-decreasing with the number of verified drafts."""
-        features = _target_features(num_requests, num_verified, context_tokens)
-        return np.maximum.accumulate(self._target_cost.predict(features))
+        seconds = load.target_cost.predict(_target_features(num_requests, num_verified, context_tokens))
+        return np.maximum.accumulate(seconds * self._slowness)
 
-    def _drafter_s(self, num_requests: int, num_verified: Array, depth: int) -> Array:
-        return np.maximum.accumulate(self._drafter_cost.predict(_drafter_features(num_requests, num_verified, depth)))
+    def _drafter_s(self, load: LoadState, num_requests: int, num_verified: Array, depth: int) -> Array:
+        seconds = load.drafter_cost.predict(_drafter_features(num_requests, num_verified, depth))
+        return np.maximum.accumulate(seconds * self._slowness)
 
-    def observe_step(self, step: DecodingStep, *, target_s: float, drafter_s: float) -> None:
-        """Learn from a step without prompt tokens; `drafter_s` is 0 if the drafter did not run."""
-        num_verified = np.float64(step.num_verified)
+    def observe_step(self, step: DecodingStep, *, step_s: float, drafter_s: float) -> None:
+        """Learn from a step without prompt tokens.
+
+        Args:
+            step_s: seconds from the start of this step to the start of the next.
+            drafter_s: the drafter's part of it; 0 if the drafter did not run.
+        """
+        load, num_verified = self.load(step.num_requests), np.float64(step.num_verified)
         features = _target_features(step.num_requests, num_verified, step.context_tokens)
-        self._target_cost.observe(features, target_s, 1.0 if step.num_verified else _PLAIN_WEIGHT)
+        target_s = max(step_s - drafter_s, 0.0) / self._slowness
+        ratio = load.target_cost.observe(features, target_s, 1.0 if step.num_verified else _PLAIN_WEIGHT)
         if drafter_s > 0:
-            self._drafter_cost.observe(_drafter_features(step.num_requests, num_verified, step.depth), drafter_s)
+            features = _drafter_features(step.num_requests, num_verified, step.depth)
+            load.drafter_cost.observe(features, drafter_s / self._slowness)
+        self._slowness *= ratio**_SPEED_EXPONENT
 
     def observe_prompts(self, step: DecodingStep, num_prompt_tokens: int, drafter_s: float) -> None:
         """Learn from a step that decodes and also computes prompt tokens."""
-        decoding_s = self._drafter_s(step.num_requests, np.array([float(step.num_verified)]), step.depth)[0]
+        load, num_verified = self.load(step.num_requests), np.array([float(step.num_verified)])
+        decoding_s = self._drafter_s(load, step.num_requests, num_verified, step.depth)[0]
         self.prompt_cost.observe(num_prompt_tokens, max(0.0, drafter_s - float(decoding_s)))
 
     def observe_drafts(self, source: str, log_odds: Array, num_verified: Array, num_accepted: Array) -> None:

@@ -28,9 +28,9 @@ VERIFY = "PEAGLE_VERIFY"  # environment variable; if "auto", only drafts that ar
 # An engine's first steps take up to ten times as long as later ones, so nothing is learned from their duration.
 _COLD_STEPS = 16
 _LEARN_EVERY = 8  # after a trial, because learning takes as long as choosing
-# One in this many steps verifies nothing, so that the time of a step without drafts is measured, not extrapolated.
-# Another one drafts K tokens, to learn how often the deepest drafts survive. The budget learns from both.
-_EXPLORE_EVERY = 64
+# One in this many steps verifies nothing, and another one drafts K tokens and verifies all of them. So the times of the
+# smallest and the largest step are measured, not extrapolated, and the acceptance of the deepest drafts is known.
+_EXPLORE_EVERY = 96
 _TRIAL_EXPLORE_EVERY = 8  # during a trial
 _MAX_GAPS = 1024  # remembered requests with a gap
 
@@ -67,7 +67,8 @@ class SchedulerDrafts:
         # For recent requests with a gap: block hashes, and index of the first block missing in the drafter's KV cache.
         self._gaps: deque[tuple[Sequence[Any], int]] = deque(maxlen=_MAX_GAPS)
         self._num_steps = 0
-        self._started_s = self._ended_s = 0.0
+        self._started_s = 0.0
+        self._drafter_s = 0.0  # of the running step
         self._step: DecodingStep | None = None  # the running step
         self._num_prompt_tokens = 0  # of the running step
         self._requests: dict[str, Any] = {}
@@ -94,11 +95,17 @@ class SchedulerDrafts:
         _warn("the choice of drafts failed and was disabled; all drafts are verified")
 
     def _start_step(self, budget: DraftBudget, scheduler: Any, scheduled: Any) -> None:
-        self._started_s = time.perf_counter()
+        step_s = time.perf_counter() - self._started_s
+        self._started_s += step_s
         for request_id in scheduled.finished_req_ids:
             if (request := self._requests.pop(request_id, None)) is not None:
                 budget.prompt_cost.end_request(request.num_output_tokens)
+        if len(scheduled.scheduled_new_reqs) == len(scheduled.num_scheduled_tokens):
+            self._step = None  # before these requests came, the engine may have been idle
+        if self._learns():
+            self._learn(budget, step_s)
         if not scheduled.num_scheduled_tokens:
+            self._step = None
             return
         requests = [scheduler.requests[request_id] for request_id in scheduled.num_scheduled_tokens]
         block_size = scheduler.kv_cache_manager.block_pool.hash_block_size
@@ -109,14 +116,15 @@ class SchedulerDrafts:
         can_draft = not all(_drafts_of(request).has_gap for request in requests)
         depth = 0  # number of tokens to draft
         if can_draft and budget.drafting_pays(len(requests), self._started_s):
-            depth = self._num_speculative_tokens if self._drafts_deepest() else budget.load(len(requests)).depth
+            explores_all = self._explores(self._num_steps + 2) == "all"  # the drafts are verified in the next step
+            depth = self._num_speculative_tokens if explores_all else budget.load(len(requests)).depth
         else:
             for request, num_tokens in zip(requests, scheduled.num_scheduled_tokens.values(), strict=True):
                 self._add_gap(request, (request.num_computed_tokens - num_tokens) // block_size)
         scheduled.num_spec_tokens_to_schedule = depth
         num_verified = sum(map(len, scheduled.scheduled_spec_decode_tokens.values()))
         context_tokens = sum(request.num_computed_tokens for request in requests)
-        self._step = DecodingStep(len(requests), num_verified, context_tokens, depth)
+        self._step, self._drafter_s = DecodingStep(len(requests), num_verified, context_tokens, depth), 0.0
         self._num_prompt_tokens = scheduled.total_num_scheduled_tokens - len(requests) - num_verified
 
     def _find_gap(self, request: Any, num_cached_blocks: int) -> None:
@@ -134,9 +142,6 @@ class SchedulerDrafts:
         if not drafts.has_gap:
             drafts.has_gap = True
             self._gaps.append((request.block_hashes, first_missing_block))  # vLLM extends the list of hashes
-
-    def end_step(self) -> None:
-        self._ended_s = time.perf_counter()
 
     def update(self, scheduler: Any, drafted: Any) -> None:
         """Replace drafts by copies from the text, and drop those that are not worth verifying.
@@ -178,13 +183,11 @@ class SchedulerDrafts:
     ) -> None:
         confidence: Confidence | None = getattr(drafted, "peagle_confidence", None)
         self._num_steps += 1
-        drafter_s = confidence.drafter_s if confidence else 0.0
+        drafter_s = self._drafter_s = confidence.drafter_s if confidence else 0.0
         if self._num_steps == _COLD_STEPS:
             budget.forget_loads()
         if self._step and self._num_prompt_tokens and drafter_s and self._num_steps > _COLD_STEPS:
             budget.observe_prompts(self._step, self._num_prompt_tokens, drafter_s)
-        if self._learns():
-            self._learn(budget, drafter_s)
         for index, _, drafts in decoding:
             if drafts.has_gap:
                 drafted.draft_token_ids[index] = []
@@ -210,10 +213,11 @@ class SchedulerDrafts:
         num_requests = max(len(running), len(decoding))
         num_context_tokens = sum(request.num_computed_tokens for request in running)
         chosen = budget.choose(survival, num_requests, num_context_tokens, depth)
-        if self._learns():
+        explored = self._explores(self._num_steps + 1)
+        if self._learns() or explored == "all":
             budget.choose_depth(survival, num_requests, num_context_tokens, depth)
-        if self._verifies_nothing():
-            chosen = np.zeros(len(decoding))
+        if explored:
+            chosen = np.where(is_missing, 0, explored == "all").sum(axis=1)
         for row, (index, request, drafts) in enumerate(decoding):
             num_drafts, num_chosen = len(drafted.draft_token_ids[index]), int(chosen[row])
             drafts.log_odds = odds[row]
@@ -225,27 +229,20 @@ class SchedulerDrafts:
     def _learns(self) -> bool:
         return self._is_trial() or self._num_steps % _LEARN_EVERY == 0
 
-    def _verifies_nothing(self) -> bool:
-        """Whether the next step verifies nothing, to measure the time of a step without drafts."""
-        return (self._num_steps + 1) % self._explore_every() == 0
-
-    def _drafts_deepest(self) -> bool:
-        """Whether the next step drafts K tokens, to learn how often the deepest drafts are accepted."""
-        return (self._num_steps + 1) % self._explore_every() == self._explore_every() // 2
-
-    def _explore_every(self) -> int:
-        return _TRIAL_EXPLORE_EVERY if self._is_trial() else _EXPLORE_EVERY
+    def _explores(self, step_number: int) -> str:
+        """Return what a step verifies to learn from it: "nothing", "all" drafts, or "" for those that pay."""
+        every = _TRIAL_EXPLORE_EVERY if self._is_trial() else _EXPLORE_EVERY
+        return {0: "nothing", every // 2: "all"}.get(step_number % every, "")
 
     def _is_trial(self) -> bool:
         """Whether the budget needs more steps at the present load to know whether drafting pays."""
         step, budget = self._step, self._budget
         return step is not None and step.depth > 0 and budget is not None and budget.is_trial(step.num_requests)
 
-    def _learn(self, budget: DraftBudget, drafter_s: float) -> None:
+    def _learn(self, budget: DraftBudget, step_s: float) -> None:
         """Learn from the step that ended, and from all drafts that were verified since the last call."""
         if self._step and not self._num_prompt_tokens and self._num_steps > _COLD_STEPS:
-            target_s = max(self._ended_s - self._started_s - drafter_s, 0.0)
-            budget.observe_step(self._step, target_s=target_s, drafter_s=drafter_s)
+            budget.observe_step(self._step, step_s=step_s, drafter_s=self._drafter_s)
         for sampling_kind, observed in self._observed.items():
             if observed:
                 budget.observe_drafts(sampling_kind, *map(np.array, zip(*observed, strict=True)))
@@ -300,7 +297,7 @@ def change_drafts() -> None:
     from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 
     to_dict = RequestSpecDecodeMetrics.to_dict
-    init, schedule, end = Scheduler.__init__, Scheduler.schedule, Scheduler.update_from_output
+    init, schedule = Scheduler.__init__, Scheduler.schedule
     update, count = Scheduler.update_draft_token_ids, Scheduler.make_spec_decoding_stats
     if hasattr(init, "__wrapped__"):
         return
@@ -316,12 +313,6 @@ def change_drafts() -> None:
         if self.peagle_drafts is not None:
             self.peagle_drafts.start_step(self, scheduled)
         return scheduled
-
-    @functools.wraps(end)
-    def end_step_and_update(self: Any, *arguments: Any, **options: Any) -> Any:
-        if self.peagle_drafts is not None:
-            self.peagle_drafts.end_step()
-        return end(self, *arguments, **options)
 
     @functools.wraps(update)
     def update_with_choice(self: Any, draft_token_ids: Any) -> None:
@@ -352,7 +343,6 @@ def change_drafts() -> None:
     RequestSpecDecodeMetrics.to_dict = to_dict_with_counts
     Scheduler.__init__ = init_with_drafts
     Scheduler.schedule = schedule_and_start_step
-    Scheduler.update_from_output = end_step_and_update
     Scheduler.update_draft_token_ids = update_with_choice
     Scheduler.make_spec_decoding_stats = count_and_observe
 

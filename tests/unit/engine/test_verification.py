@@ -48,7 +48,7 @@ def simulate(num_requests, token_ms, k=None, num_steps=900):
         num_accepted, target_s, drafter_s = engine.verify(probabilities, num_verified)
         budget.observe_drafts("greedy", odds, num_verified, num_accepted)
         step = DecodingStep(num_requests, int(num_verified.sum()), 200 * num_requests, K)  # contexts of 200 tokens
-        budget.observe_step(step, target_s=target_s, drafter_s=drafter_s)
+        budget.observe_step(step, step_s=target_s + drafter_s, drafter_s=drafter_s)
         if number >= 100:
             num_tokens += num_requests + num_accepted.sum()
             total_s += target_s + (drafter_s if k != 0 else 0)
@@ -74,7 +74,8 @@ def test_depth_follows_the_cost_of_drafting(drafter_ms_per_depth, depth):
         budget.choose_depth(survival, 8, 1600, drafted)
         drafter_s = (2 + drafter_ms_per_depth * (drafted - 1)) / 1000
         target_s = (23 + 0.4 * num_verified) / 1000
-        budget.observe_step(DecodingStep(8, num_verified, 1600, drafted), target_s=target_s, drafter_s=drafter_s)
+        step = DecodingStep(8, num_verified, 1600, drafted)
+        budget.observe_step(step, step_s=target_s + drafter_s, drafter_s=drafter_s)
     assert budget.load(8).depth == depth
 
 
@@ -164,19 +165,31 @@ def test_cost_is_learned_despite_interrupted_steps():
 
 
 def test_cost_relative_to_plain_steps_is_learned_although_they_are_rare_and_the_speed_changes():
-    random, cost = np.random.default_rng(3), LinearCost([1.0, 0.005, 0.012, 0.05])
+    random, budget = np.random.default_rng(3), DraftBudget(K)
+    for number in range(64):
+        num_verified = 0 if number % 8 == 0 else int(random.integers(60, 100))
+        slowness = 1 + 0.25 * np.sin(number / 10)
+        step = DecodingStep(32, num_verified, 4096 + 64 * number, 0)
+        budget.observe_step(step, step_s=slowness * (0.024 + 0.001 * (32 + num_verified)), drafter_s=0.0)
+    features = np.array([[1.0, num_tokens, num_tokens - 16, 8.0] for num_tokens in (32.0, 112.0)])
+    plain_s, drafted_s = budget.load(32).target_cost.predict(features)
+    assert drafted_s / plain_s == pytest.approx(136 / 56, rel=0.1)
 
-    def features(num_verified, context_tokens):
-        num_tokens = 32.0 + num_verified
-        return np.array([1.0, num_tokens, num_tokens - 16, context_tokens / 1024])
 
-    for step in range(64):
-        num_verified = 0.0 if step % 8 == 0 else float(random.integers(60, 100))
-        slowness = 1 + 0.25 * np.sin(step / 10)
-        seconds = slowness * (0.024 + 0.001 * (32 + num_verified))
-        cost.observe(features(num_verified, 4096 + 64 * step), seconds, 1.0 if num_verified else 8.0)
-    ratio = cost.predict(features(80.0, 8192)) / cost.predict(features(0.0, 8192))
-    assert ratio == pytest.approx(136 / 56, rel=0.1)
+def test_cost_is_linear_only_within_a_load():
+    """A step of one request takes 20 ms plus 0.2 ms per token; one of 8 requests 30 ms plus 1 ms per token."""
+    random, budget = np.random.default_rng(4), DraftBudget(K)
+    for number in range(400):
+        num_requests, base_ms, token_ms = ((1, 20, 0.2), (8, 30, 1.0))[number // 50 % 2]
+        num_verified = int(random.integers(0, K + 1)) * num_requests
+        step = DecodingStep(num_requests, num_verified, 200 * num_requests, K)
+        budget.observe_step(step, step_s=(base_ms + token_ms * (num_requests + num_verified)) / 1000, drafter_s=0.0)
+    for num_requests, base_ms, token_ms in ((1, 20, 0.2), (8, 30, 1.0)):
+        features = np.array([1.0, num_requests, 0.0, 200 * num_requests / 1024])
+        plain_s = budget.load(num_requests).target_cost.predict(features)
+        drafted_s = budget.load(num_requests).target_cost.predict(features + np.array([0.0, num_requests, 0.0, 0.0]))
+        expected = 1 + token_ms * num_requests / (base_ms + token_ms * num_requests)
+        assert drafted_s / plain_s == pytest.approx(expected, rel=0.03)
 
 
 def test_log_odds_are_limited():

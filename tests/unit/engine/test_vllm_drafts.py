@@ -235,6 +235,19 @@ def test_drafts_with_a_low_probability_are_dropped(choosing_scheduler):
     assert unsure.histogram == [1, 0, 0, 0]  # a step without an accepted draft
 
 
+def test_time_without_requests_does_not_count_as_a_step(choosing_scheduler, monkeypatch):
+    observed = []
+    monkeypatch.setattr(vllm_drafts.DraftBudget, "observe_step", lambda self, step, **times: observed.append(times))
+    for _ in range(18):  # the first 16 are not learned from
+        step(choosing_scheduler, [[-0.05, -0.05, -0.05], [-0.05, -0.05, -0.05]])
+    num_observed = len(observed)
+    assert num_observed > 0
+    assert observed[0] == {"step_s": pytest.approx(0.03), "drafter_s": 0.01}
+    choosing_scheduler.new_names = ["sure", "unsure"]  # only new requests: the engine may have been idle before
+    step(choosing_scheduler, [[-0.05, -0.05, -0.05], [-0.05, -0.05, -0.05]])
+    assert len(observed) == num_observed
+
+
 def test_drafter_stops_when_all_drafts_are_rejected(choosing_scheduler):
     for _ in range(60):  # enough steps to learn from
         scheduled = step(choosing_scheduler, [[-0.05, -0.05, -0.05], [-0.05, -0.05, -0.05]])
