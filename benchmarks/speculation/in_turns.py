@@ -79,8 +79,12 @@ def start(options: argparse.Namespace) -> tuple[dict[str, VllmEngine], list[Benc
 
 
 async def take_turns(options: argparse.Namespace, engines: dict[str, VllmEngine], prompts: list[BenchPrompt]) -> None:
-    earlier = json.loads(options.output.read_text()) if options.output.exists() else {}
-    rounds: list[dict[str, float]] = earlier.get("rounds", [])
+    rounds: list[dict[str, float]] = []
+    if options.output.exists():
+        earlier = json.loads(options.output.read_text())
+        if earlier["command"] | {"rounds": None} != command(options) | {"rounds": None}:
+            raise SystemExit(f"{options.output} has rounds of other options: {earlier['command']}")
+        rounds = earlier["rounds"]
     num_prompts = options.requests_per_slot * options.concurrency
     first = len(rounds)
     try:
@@ -118,7 +122,7 @@ def summary(options: argparse.Namespace, rounds: list[dict[str, float]]) -> dict
             speeds[name].append(speed)
     baseline = next(iter(speeds))
     return {
-        "command": {name: str(value) for name, value in vars(options).items()},
+        "command": command(options),
         "hardware": detect_machine().describe(),
         "versions": versions(),
         "engines": {
@@ -127,6 +131,10 @@ def summary(options: argparse.Namespace, rounds: list[dict[str, float]]) -> dict
         },
         "rounds": rounds,
     }
+
+
+def command(options: argparse.Namespace) -> dict[str, str]:
+    return {name: str(value) for name, value in vars(options).items()}
 
 
 def ratio(values: list[float], baseline: list[float]) -> dict[str, Any]:

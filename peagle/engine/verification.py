@@ -25,13 +25,14 @@ Mask = npt.NDArray[np.bool_]
 _MAX_LOG_ODDS = 6.0  # so that one surprise does not dominate a fit
 _DECAY = 0.999  # factor by which each observation reduces the weight of earlier ones, so that a fit follows changes
 _SPEED_EXPONENT = 0.2  # the machine's speed follows this power of a step's seconds / predicted seconds
-# Limits of that ratio, since a step that another process interrupted is not this engine's cost. They are wider for the
-# first observations of a cost.
-_RATIO_LIMITS, _FIRST_RATIO_LIMITS = (0.8, 1.2), (0.1, 1.5)
-_NUM_FIRST = 16
+# Limits of that ratio, since a step that another process interrupted is not this engine's cost. The first observations
+# of a cost have a wider limit.
+_MIN_RATIO, _MAX_RATIO, _FIRST_MAX_RATIO = 0.1, 1.2, 3.0
 _PLAIN_WEIGHT = 8.0  # of the few steps without drafts in a fit, because they decide whether drafting pays
 _GAIN_WINDOW = 256  # requests x steps over which the gain of drafting is averaged, but at least 16 steps
-_TRIAL_STEPS = 16  # steps with drafts at a load before drafting may pause
+# A trial: steps with drafts at a load before drafting may pause. The first ones only learn the costs of steps, then the
+# gain is averaged over some steps, more with few requests.
+_FIRST_TRIAL_STEPS, _TRIAL_REQUESTS = 16, 64
 _MIN_GAIN = 1.02  # below that, the error of the estimate is larger than the gain
 _SETTLING_STEPS = 16  # steps at another load before drafting continues after a pause
 # Coefficients for the first steps: the packaged target on two cores takes 23.5 ms plus 0.1 ms per token up to 16 and
@@ -103,8 +104,8 @@ class LinearCost:
             self._weights, self._moments = self._expected.copy(), self._prior @ self._expected
         self._num_observed += 1
         predicted_s = float(self.predict(features))
-        low, high = _FIRST_RATIO_LIMITS if self._num_observed <= _NUM_FIRST else _RATIO_LIMITS
-        ratio = min(max(seconds / predicted_s, low), high)
+        max_ratio = _FIRST_MAX_RATIO if self._num_observed <= _FIRST_TRIAL_STEPS else _MAX_RATIO
+        ratio = min(max(seconds / predicted_s, _MIN_RATIO), max_ratio)
         prior_weight = 1 - _DECAY
         self._information = _DECAY * self._information + prior_weight * self._prior
         self._information += weight * np.outer(features, features)
@@ -221,11 +222,13 @@ class DraftBudget:
 
     Attributes:
         prompt_cost: the drafter's time for prompts.
+        explored_depths: how many tokens to draft for a step that verifies "nothing" or "all", only to learn from it.
     """
 
     def __init__(self, num_speculative_tokens: int, *, is_depth_fixed: bool = False) -> None:
         self._max_depth = num_speculative_tokens
         self._depths = [self._max_depth] if is_depth_fixed else list(range(1, self._max_depth + 1))
+        self.explored_depths = {"nothing": self._depths[0], "all": self._max_depth}
         self._loads: dict[int, LoadState] = {}
         self._num_unpaused_steps = _SETTLING_STEPS  # since the last step at a paused load
         self._survival_ratios = np.full(self._max_depth, 0.8)  # survival at each position / at the position before
@@ -274,7 +277,8 @@ class DraftBudget:
         )
         if depth == load.depth:  # otherwise the drafts only explore another depth
             load.num_trial_steps += 1
-            num_steps = min(load.num_trial_steps, max(16, _GAIN_WINDOW // num_requests))
+            num_averaged = max(1, load.num_trial_steps - _FIRST_TRIAL_STEPS)
+            num_steps = min(num_averaged, max(16, _GAIN_WINDOW // num_requests))
             load.tokens += (tokens / num_requests - load.tokens) / num_steps
             load.plain_tokens += (plain_tokens / num_requests - load.plain_tokens) / num_steps
         return np.asarray((survival >= threshold).sum(axis=1), dtype=np.float64)
@@ -320,8 +324,8 @@ class DraftBudget:
     def drafting_pays(self, num_requests: int, now_s: float) -> bool:
         """Return whether the drafter should run at this load.
 
-        If drafting did not gain at least `_MIN_GAIN` over steps without drafts, over at least `_TRIAL_STEPS` steps, it
-        pauses at this load until a retry is due.
+        If drafting did not gain at least `_MIN_GAIN` over steps without drafts, it pauses at this load after a trial,
+        until a retry is due.
         """
         load = self.load(num_requests)
         if now_s < load.retry_at:
@@ -345,7 +349,8 @@ class DraftBudget:
 
     def is_trial(self, num_requests: int) -> bool:
         """Return whether too few steps had drafts at this load to know whether drafting pays."""
-        return self.load(num_requests).num_trial_steps < _TRIAL_STEPS
+        num_steps = _FIRST_TRIAL_STEPS + _TRIAL_REQUESTS // num_requests
+        return self.load(num_requests).num_trial_steps < num_steps
 
     def _overall_gain(self, load: LoadState) -> float:
         """The gain, including the drafter's time for prompts, which yields no tokens."""

@@ -28,8 +28,8 @@ VERIFY = "PEAGLE_VERIFY"  # environment variable; if "auto", only drafts that ar
 # An engine's first steps take up to ten times as long as later ones, so nothing is learned from their duration.
 _COLD_STEPS = 16
 _LEARN_EVERY = 8  # after a trial, because learning takes as long as choosing
-# One in this many steps verifies nothing, and another one drafts K tokens and verifies all of them. So the times of the
-# smallest and the largest step are measured, not extrapolated, and the acceptance of the deepest drafts is known.
+# One in this many steps verifies nothing after drafting one token, and another one verifies K drafts. So the times of
+# the smallest and the largest step are measured, not extrapolated, and the acceptance of the deepest drafts is known.
 _EXPLORE_EVERY = 96
 _TRIAL_EXPLORE_EVERY = 8  # during a trial
 _MAX_GAPS = 1024  # remembered requests with a gap
@@ -116,8 +116,8 @@ class SchedulerDrafts:
         can_draft = not all(_drafts_of(request).has_gap for request in requests)
         depth = 0  # number of tokens to draft
         if can_draft and budget.drafting_pays(len(requests), self._started_s):
-            explores_all = self._explores(self._num_steps + 2) == "all"  # the drafts are verified in the next step
-            depth = self._num_speculative_tokens if explores_all else budget.load(len(requests)).depth
+            explored = self._explores(self._num_steps + 2)  # of the next step, which verifies the drafts
+            depth = budget.explored_depths.get(explored, budget.load(len(requests)).depth)
         else:
             for request, num_tokens in zip(requests, scheduled.num_scheduled_tokens.values(), strict=True):
                 self._add_gap(request, (request.num_computed_tokens - num_tokens) // block_size)

@@ -249,7 +249,7 @@ def test_time_without_requests_does_not_count_as_a_step(choosing_scheduler, monk
 
 
 def test_drafter_stops_when_all_drafts_are_rejected(choosing_scheduler):
-    for _ in range(60):  # enough steps to learn from
+    for _ in range(100):  # enough steps to learn from
         scheduled = step(choosing_scheduler, [[-0.05, -0.05, -0.05], [-0.05, -0.05, -0.05]])
         for name, drafts in zip(choosing_scheduler.requests, choosing_scheduler.received_drafts[-1], strict=True):
             if drafts:
