@@ -5,7 +5,7 @@
 
 In each round, every engine gets the same prompts, in an order that rotates. The ratio of an engine to the first one is
 the geometric mean over rounds, with a 95 % interval (Student's t of the logarithms). So changes of the machine's speed
-that are slower than a round cancel out. Run it again with the same output to add rounds.
+that are slower than a round cancel out. Run it again with the same options and output to add rounds.
 """
 
 import argparse
@@ -46,11 +46,12 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()
+    rounds = earlier_rounds(options)
     log = options.output.with_suffix(".log")
     with QuietStderr() as quiet:
         quiet.move_to(log)
         engines, prompts = start(options)
-        asyncio.run(take_turns(options, engines, prompts))
+        asyncio.run(take_turns(options, engines, prompts, rounds))
 
 
 def start(options: argparse.Namespace) -> tuple[dict[str, VllmEngine], list[BenchPrompt]]:
@@ -78,13 +79,22 @@ def start(options: argparse.Namespace) -> tuple[dict[str, VllmEngine], list[Benc
     return engines, build_dataset(config, read_dataset(config), tokenizer, 1024).prompts
 
 
-async def take_turns(options: argparse.Namespace, engines: dict[str, VllmEngine], prompts: list[BenchPrompt]) -> None:
-    rounds: list[dict[str, float]] = []
-    if options.output.exists():
-        earlier = json.loads(options.output.read_text())
-        if earlier["command"] | {"rounds": None} != command(options) | {"rounds": None}:
-            raise SystemExit(f"{options.output} has rounds of other options: {earlier['command']}")
-        rounds = earlier["rounds"]
+def earlier_rounds(options: argparse.Namespace) -> list[dict[str, float]]:
+    if not options.output.exists():
+        return []
+    earlier = json.loads(options.output.read_text())
+    if earlier["command"] | {"rounds": None} != command(options) | {"rounds": None}:
+        raise SystemExit(f"{options.output} was measured with other options: {earlier['command']}")
+    rounds: list[dict[str, float]] = earlier["rounds"]
+    return rounds
+
+
+async def take_turns(
+    options: argparse.Namespace,
+    engines: dict[str, VllmEngine],
+    prompts: list[BenchPrompt],
+    rounds: list[dict[str, float]],
+) -> None:
     num_prompts = options.requests_per_slot * options.concurrency
     first = len(rounds)
     try:

@@ -12,8 +12,7 @@ verification, so the output stays the target's: the rejection sampler is exact f
 depend on the sampler's random numbers.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -38,8 +37,8 @@ _SETTLING_STEPS = 16  # steps at another load before drafting continues after a 
 # Coefficients for the first steps: the packaged target on two cores takes 23.5 ms plus 0.1 ms per token up to 16 and
 # 0.4 ms per token above that; the drafter takes 7 ms
 # (benchmarks/speculation/2026-11-27-smollm2-135m-amx-shipped.md).
-_TARGET_SHAPE = (1.0, 0.005, 0.012, 0.05)
-_DRAFTER_SHAPE = (0.2, 0.02, 0.005, 0.03, 0.003)
+_TARGET_SHAPE = np.array([1.0, 0.005, 0.012, 0.05])
+_DRAFTER_SHAPE = np.array([0.2, 0.02, 0.005, 0.03, 0.003])
 _RETRY_S = 30.0  # pause until drafting is retried; doubles up to `_MAX_RETRY_S` while drafting does not pay
 _MAX_RETRY_S = 480.0
 
@@ -79,13 +78,14 @@ class LinearCost:
 
     Args:
         shape: expected coefficients, up to a common factor, which the first observation determines.
+        factor: the expected factor.
     """
 
-    def __init__(self, shape: Sequence[float]) -> None:
-        self._weights: Array = np.array(shape, dtype=np.float64)
+    def __init__(self, shape: Array, factor: float = 1.0) -> None:
+        self._weights: Array = shape * factor
         self._expected = self._weights.copy()
         # A coefficient's prior standard deviation is three times its expected size, if observations have 10 % noise.
-        self._prior: Array = np.diag((0.1 / (3 * self._weights)) ** 2)
+        self._prior: Array = np.diag((0.1 / (3 * shape)) ** 2)
         self._information = self._prior.copy()
         self._moments: Array = self._prior @ self._weights
         self._num_observed = 0
@@ -188,7 +188,7 @@ class LoadState:
 
     Attributes:
         depth: how many tokens to draft for each request.
-        target_cost, drafter_cost: the costs of steps, which are linear only within such a range.
+        target_cost, drafter_cost: the costs of steps, which are linear only within a factor of two.
         tokens, plain_tokens: per request: expected tokens of a step, and tokens without drafts in the time of that
             step; means over recent steps.
         num_trial_steps: steps with drafts since the last pause.
@@ -197,8 +197,8 @@ class LoadState:
 
     depth: int
     net_tokens: Array  # by depth: mean over `num_steps`
-    target_cost: LinearCost = field(default_factory=lambda: LinearCost(_TARGET_SHAPE))
-    drafter_cost: LinearCost = field(default_factory=lambda: LinearCost(_DRAFTER_SHAPE))
+    target_cost: LinearCost
+    drafter_cost: LinearCost
     num_steps: int = 0
     tokens: float = 1.0
     plain_tokens: float = 1.0
@@ -234,7 +234,8 @@ class DraftBudget:
         self._survival_ratios = np.full(self._max_depth, 0.8)  # survival at each position / at the position before
         sources = ("greedy", "sampled", "lookup")
         self._calibrations = {source: Calibration(num_speculative_tokens) for source in sources}
-        # Recent seconds of steps / seconds by their cost. The speed of a machine that others share changes within
+        self._shape_s: float | None = None  # seconds of the first step / seconds by `_TARGET_SHAPE`
+        # Recent measured step time / predicted step time. The speed of a machine that others share changes within
         # seconds, so the costs only learn the relation between steps.
         self._slowness = 1.0
         self.prompt_cost = PromptCost()
@@ -243,7 +244,10 @@ class DraftBudget:
         """Return the statistics of steps with about this number of requests."""
         size = num_requests.bit_length()
         if size not in self._loads:
-            self._loads[size] = LoadState(self._max_depth, np.zeros(len(self._depths)))
+            target_cost, drafter_cost = (
+                LinearCost(shape, self._shape_s or 1.0) for shape in (_TARGET_SHAPE, _DRAFTER_SHAPE)
+            )
+            self._loads[size] = LoadState(self._max_depth, np.zeros(len(self._depths)), target_cost, drafter_cost)
         return self._loads[size]
 
     def forget_loads(self) -> None:
@@ -349,7 +353,7 @@ class DraftBudget:
 
     def is_trial(self, num_requests: int) -> bool:
         """Return whether too few steps had drafts at this load to know whether drafting pays."""
-        num_steps = _FIRST_TRIAL_STEPS + _TRIAL_REQUESTS // num_requests
+        num_steps = _FIRST_TRIAL_STEPS + max(4, _TRIAL_REQUESTS // num_requests)
         return self.load(num_requests).num_trial_steps < num_steps
 
     def _overall_gain(self, load: LoadState) -> float:
@@ -371,11 +375,15 @@ class DraftBudget:
 
         Args:
             step_s: seconds from the start of this step to the start of the next.
-            drafter_s: the drafter's part of it; 0 if the drafter did not run.
+            drafter_s: the part for drafting and for choosing drafts; 0 if the drafter did not run.
         """
-        load, num_verified = self.load(step.num_requests), np.float64(step.num_verified)
+        num_verified = np.float64(step.num_verified)
         features = _target_features(step.num_requests, num_verified, step.context_tokens)
         target_s = max(step_s - drafter_s, 0.0) / self._slowness
+        if self._shape_s is None:
+            self._shape_s = target_s / float(features @ _TARGET_SHAPE)
+            self.forget_loads()
+        load = self.load(step.num_requests)
         ratio = load.target_cost.observe(features, target_s, 1.0 if step.num_verified else _PLAIN_WEIGHT)
         if drafter_s > 0:
             features = _drafter_features(step.num_requests, num_verified, step.depth)
@@ -413,7 +421,7 @@ def log_odds(log_probabilities: Array) -> Array:
 
 def _target_features(num_requests: int, num_verified: Any, context_tokens: int) -> Array:
     num_tokens = num_requests + num_verified
-    features = (np.ones_like(num_tokens), num_tokens, np.maximum(0.0, num_tokens - 16))  # as in `DraftBudget`
+    features = (np.ones_like(num_tokens), num_tokens, np.maximum(0.0, num_tokens - 16))  # as in `_TARGET_SHAPE`
     return np.stack([*features, np.full_like(num_tokens, context_tokens / 1024)], axis=-1)
 
 

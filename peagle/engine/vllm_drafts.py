@@ -68,7 +68,7 @@ class SchedulerDrafts:
         self._gaps: deque[tuple[Sequence[Any], int]] = deque(maxlen=_MAX_GAPS)
         self._num_steps = 0
         self._started_s = 0.0
-        self._drafter_s = 0.0  # of the running step
+        self._drafter_s = 0.0  # of the running step, with the time for choosing drafts
         self._step: DecodingStep | None = None  # the running step
         self._num_prompt_tokens = 0  # of the running step
         self._requests: dict[str, Any] = {}
@@ -105,7 +105,6 @@ class SchedulerDrafts:
         if self._learns():
             self._learn(budget, step_s)
         if not scheduled.num_scheduled_tokens:
-            self._step = None
             return
         requests = [scheduler.requests[request_id] for request_id in scheduled.num_scheduled_tokens]
         block_size = scheduler.kv_cache_manager.block_pool.hash_block_size
@@ -163,7 +162,10 @@ class SchedulerDrafts:
                 _warn("prompt lookup failed and was disabled; all drafts come from the head")
         if self._budget is not None:
             try:
+                started_s = time.perf_counter()
                 self._choose(self._budget, decoding, scheduler.running, drafted)
+                if self._drafter_s > 0:  # steps without drafts do not choose
+                    self._drafter_s += time.perf_counter() - started_s
             except Exception:
                 self._disable_choice()
 
@@ -214,7 +216,7 @@ class SchedulerDrafts:
         num_context_tokens = sum(request.num_computed_tokens for request in running)
         chosen = budget.choose(survival, num_requests, num_context_tokens, depth)
         explored = self._explores(self._num_steps + 1)
-        if self._learns() or explored == "all":
+        if self._learns():
             budget.choose_depth(survival, num_requests, num_context_tokens, depth)
         if explored:
             chosen = np.where(is_missing, 0, explored == "all").sum(axis=1)
@@ -227,7 +229,8 @@ class SchedulerDrafts:
             drafted.draft_token_ids[index] = drafted.draft_token_ids[index][:num_chosen]
 
     def _learns(self) -> bool:
-        return self._is_trial() or self._num_steps % _LEARN_EVERY == 0
+        drafts_to_explore = self._explores(self._num_steps + 1) != ""
+        return self._is_trial() or drafts_to_explore or self._num_steps % _LEARN_EVERY == 0
 
     def _explores(self, step_number: int) -> str:
         """Return what a step verifies to learn from it: "nothing", "all" drafts, or "" for those that pay."""

@@ -1,10 +1,10 @@
 """The vLLM plug-in (`vllm.general_plugins`): work-arounds inside vLLM's processes.
 
-On CPUs, they concern compiled code, forked workers, sampling with drafts, DFlash's norms, requests that cannot have
-drafts, and the search for the most likely token. On all platforms, they concern the exit of engine cores (vLLM's
-`EngineCore` processes), the priority of grammar compilation, and `stop` and `min_tokens` with drafts. `vllm_drafts.py`
-changes the drafts themselves. docs/upstream.md lists the purpose and versions of each work-around, and the test that
-fails once vLLM has fixed the cause.
+On CPUs, they concern compiled code, forked workers, the number of calls to workers, sampling with drafts, DFlash's
+norms, requests that cannot have drafts, and the search for the most likely token. On all platforms, they concern the
+exit of engine cores (vLLM's `EngineCore` processes), the priority of grammar compilation, and `stop` and `min_tokens`
+with drafts. `vllm_drafts.py` changes the drafts themselves. docs/upstream.md lists the purpose and versions of each
+work-around, and the test that fails once vLLM has fixed the cause.
 """
 
 import contextlib
@@ -300,8 +300,8 @@ def call_worker_once() -> None:
     """Make an engine core call its CPU worker once for each step.
 
     vLLM (0.29) calls it up to three times: to compute logits, to pick tokens and to fetch drafts. On two cores, a call
-    takes 0.5 to 0.8 ms; a step of 8 requests takes 30 ms. With structured output, picking stays a call of its own,
-    because vLLM computes the allowed tokens during the first call.
+    takes 0.5 to 0.8 ms; a step of 8 requests takes 30 ms. With structured output, picking stays a separate call,
+    because vLLM computes the allowed tokens during the first call. With pipeline parallelism, nothing changes.
     """
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
@@ -328,19 +328,20 @@ def call_worker_once() -> None:
         return output
 
     @functools.wraps(update)
-    def update_and_keep_drafts(self: Any, scheduled: Any, output: Any) -> Any:
-        self.peagle_drafted = getattr(output, "peagle_drafted", None)
+    def update_and_keep_output(self: Any, scheduled: Any, output: Any) -> Any:
+        self.peagle_output = output
         return update(self, scheduled, output)
 
     @functools.wraps(end)
     def pass_drafts_on(self: Any, model_executed: bool) -> None:
-        if self.batch_queue is not None:
+        output: Any = getattr(self.scheduler, "peagle_output", None)
+        if not hasattr(output, "peagle_drafted"):
             end(self, model_executed)
-        elif model_executed and self.scheduler.peagle_drafted is not None:
-            self.scheduler.update_draft_token_ids(self.scheduler.peagle_drafted)
+        elif model_executed and output.peagle_drafted is not None:
+            self.scheduler.update_draft_token_ids(output.peagle_drafted)
 
     GPUModelRunner.execute_model, GPUModelRunner.sample_tokens = execute_and_sample, sample_and_add_drafts
-    Scheduler.update_from_output, EngineCore.post_step = update_and_keep_drafts, pass_drafts_on
+    Scheduler.update_from_output, EngineCore.post_step = update_and_keep_output, pass_drafts_on
 
 
 def _has_batch_queue(runner: Any) -> bool:

@@ -242,10 +242,25 @@ def test_time_without_requests_does_not_count_as_a_step(choosing_scheduler, monk
         step(choosing_scheduler, [[-0.05, -0.05, -0.05], [-0.05, -0.05, -0.05]])
     num_observed = len(observed)
     assert num_observed > 0
-    assert observed[0] == {"step_s": pytest.approx(0.03), "drafter_s": 0.01}
+    assert observed[0] == {"step_s": pytest.approx(0.09), "drafter_s": pytest.approx(0.04)}  # choosing takes 30 ms
+    for request in choosing_scheduler.requests.values():
+        request.block_hashes = [b"prompt"]
     choosing_scheduler.new_names = ["sure", "unsure"]  # only new requests: the engine may have been idle before
     step(choosing_scheduler, [[-0.05, -0.05, -0.05], [-0.05, -0.05, -0.05]])
     assert len(observed) == num_observed
+
+
+def test_some_steps_verify_nothing_or_all_drafts(choosing_scheduler, monkeypatch):
+    monkeypatch.setattr(vllm_drafts.DraftBudget, "drafting_pays", lambda self, num_requests, now_s: True)
+    depths = {}
+    for number in range(1, 200):
+        scheduled = step(choosing_scheduler, [[-0.01, -0.01, -0.01], [-9.0, -9.0, -9.0]])
+        depths[number] = scheduled.num_spec_tokens_to_schedule
+    num_drafts = {number: [*map(len, drafts)] for number, drafts in enumerate(choosing_scheduler.received_drafts, 1)}
+    # Drafts are received at the end of a step, and verified in the next one.
+    assert [number for number in range(100, 200) if num_drafts[number] == [3, 3]] == [143]
+    assert [number for number in range(100, 200) if num_drafts[number] == [0, 0]] == [191]
+    assert (depths[143], depths[191]) == (3, 1)
 
 
 def test_drafter_stops_when_all_drafts_are_rejected(choosing_scheduler):

@@ -334,11 +334,12 @@ def test_vllm_still_calls_its_worker_three_times_for_a_step():
 
 
 class Runner:
-    """A fake of vLLM's model runner. The logits of a step are its state until tokens were picked."""
+    """A fake of vLLM's model runner. The logits of a step are its state until tokens are picked."""
 
     def __init__(self, *, num_batches):
         self.vllm_config = SimpleNamespace(max_concurrent_batches=num_batches)
         self.execute_model_state = None
+        self.drafts = iter(["drafts"])
 
     def execute(self, scheduler_output):
         self.execute_model_state = "logits"
@@ -349,12 +350,12 @@ class Runner:
         return SimpleNamespace(tokens=[1], grammar=grammar_output)
 
     def take_draft_token_ids(self):
-        return "drafts"
+        return next(self.drafts, None)
 
 
 @pytest.fixture
 def engine_core(monkeypatch):
-    """Patch a fake runner, scheduler and core; return a function that makes the last two and the received drafts."""
+    """Patch fakes of the runner, scheduler and core; return a function that runs a step."""
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -374,13 +375,12 @@ def engine_core(monkeypatch):
     def run_step(runner, *, has_grammar=False):
         """Run a step as `EngineCore.step` does. Return the number of calls and the received drafts."""
         scheduler = SimpleNamespace(update_draft_token_ids=received.append)
-        core = SimpleNamespace(scheduler=scheduler, batch_queue=None)
+        core = SimpleNamespace(scheduler=scheduler)
         num_calls, output = 1, runner.execute_model(SimpleNamespace(has_structured_output_requests=has_grammar))
         if output is None:
             num_calls, output = 2, runner.sample_tokens("grammar" if has_grammar else None)
         assert output.grammar == ("grammar" if has_grammar else None)
         assert Scheduler.update_from_output(scheduler, None, output) == [1]
-        core.batch_queue = [] if runner.vllm_config.max_concurrent_batches > 1 else None
         EngineCore.post_step(core, True)
         return num_calls, received
 
@@ -394,6 +394,12 @@ def engine_core(monkeypatch):
 )
 def test_a_step_calls_its_worker_once(engine_core, num_batches, has_grammar, result):
     assert engine_core(Runner(num_batches=num_batches), has_grammar=has_grammar) == result
+
+
+def test_a_step_without_drafts_passes_none_on(engine_core):
+    runner = Runner(num_batches=1)
+    assert engine_core(runner) == (1, ["drafts"])
+    assert engine_core(runner) == (1, ["drafts"])  # nothing was added
 
 
 def test_vllm_still_refuses_unverifiable_parameters():
