@@ -250,10 +250,6 @@ class DraftBudget:
             self._loads[size] = LoadState(self._max_depth, np.zeros(len(self._depths)), target_cost, drafter_cost)
         return self._loads[size]
 
-    def forget_loads(self) -> None:
-        """Measure again whether drafting pays, at every load."""
-        self._loads.clear()
-
     def survival(self, source: str, log_odds: Array) -> Array:
         """Return the probability that each draft is accepted with all earlier ones.
 
@@ -382,7 +378,7 @@ class DraftBudget:
         target_s = max(step_s - drafter_s, 0.0) / self._slowness
         if self._shape_s is None:
             self._shape_s = target_s / float(features @ _TARGET_SHAPE)
-            self.forget_loads()
+            self._loads.clear()  # their costs were not in seconds, and a cold engine's first steps say little
         load = self.load(step.num_requests)
         ratio = load.target_cost.observe(features, target_s, 1.0 if step.num_verified else _PLAIN_WEIGHT)
         if drafter_s > 0:

@@ -186,8 +186,6 @@ class SchedulerDrafts:
         confidence: Confidence | None = getattr(drafted, "peagle_confidence", None)
         self._num_steps += 1
         drafter_s = self._drafter_s = confidence.drafter_s if confidence else 0.0
-        if self._num_steps == _COLD_STEPS:
-            budget.forget_loads()
         if self._step and self._num_prompt_tokens and drafter_s and self._num_steps > _COLD_STEPS:
             budget.observe_prompts(self._step, self._num_prompt_tokens, drafter_s)
         for index, _, drafts in decoding:

@@ -321,9 +321,6 @@ def test_engines_with_equal_core_counts_share_compiled_code(script_output):
     assert "fixed keys: [0, 0, 2]" in script_output
 
 
-PROCESSORS = "v1/sample/logits_processor/__init__.py"
-
-
 def test_vllm_still_calls_its_worker_three_times_for_a_step():
     """Once this fails, `call_worker_once` may be unnecessary."""
     from vllm.v1.engine.core import EngineCore
@@ -400,6 +397,9 @@ def test_a_step_without_drafts_passes_none_on(engine_core):
     runner = Runner(num_batches=1)
     assert engine_core(runner) == (1, ["drafts"])
     assert engine_core(runner) == (1, ["drafts"])  # nothing was added
+
+
+PROCESSORS = "v1/sample/logits_processor/__init__.py"
 
 
 def test_vllm_still_refuses_unverifiable_parameters():
