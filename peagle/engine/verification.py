@@ -28,11 +28,12 @@ _SPEED_EXPONENT = 0.2  # the machine's speed follows this power of a step's seco
 # of a cost have a wider limit.
 _MIN_RATIO, _MAX_RATIO, _FIRST_MAX_RATIO = 0.1, 1.2, 3.0
 _PLAIN_WEIGHT = 8.0  # of the few steps without drafts in a fit, because they decide whether drafting pays
-_GAIN_WINDOW = 256  # requests x steps over which the gain of drafting is averaged, but at least 16 steps
+_GAIN_WINDOW = 1024  # requests x steps over which the gain of drafting is averaged, but at least 16 steps
 # A trial: steps with drafts at a load before drafting may pause. The first ones only learn the costs of steps, then the
 # gain is averaged over some steps, more with few requests.
 _FIRST_TRIAL_STEPS, _TRIAL_REQUESTS = 16, 64
 _MIN_GAIN = 1.02  # below that, the error of the estimate is larger than the gain
+_FIRST_MARGIN = 6.0  # / (requests x steps): how much lower the gain may be, because an average over few steps is noisy
 _SETTLING_STEPS = 16  # steps at another load before drafting continues after a pause
 # Coefficients for the first steps: the packaged target on two cores takes 23.5 ms plus 0.1 ms per token up to 16 and
 # 0.4 ms per token above that; the drafter takes 7 ms
@@ -339,7 +340,8 @@ class DraftBudget:
             return False
         if self.is_trial(num_requests):
             return True
-        if self._overall_gain(load) >= _MIN_GAIN:
+        num_averaged = num_requests * (load.num_trial_steps - _FIRST_TRIAL_STEPS)
+        if self._overall_gain(load) >= _MIN_GAIN - _FIRST_MARGIN / num_averaged:
             load.retry_s = _RETRY_S
             return True
         self._num_unpaused_steps = 0

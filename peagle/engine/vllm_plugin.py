@@ -56,8 +56,8 @@ def exit_with_parent() -> None:
     """Exit when the parent process is gone, even after kill -9.
 
     Otherwise an engine core of vLLM (0.24 to 0.32) would keep its device and wait for requests forever. Ray ends the
-    children of a crashed worker, but not if Ray itself crashes. Under Ray, vLLM spawns its engine core. Without Ray, it
-    forks the core on a CPU; a forked core inherits the loaded plug-ins and does not call this function.
+    children of a crashed worker, but not if Ray itself crashes. vLLM spawns its engine core on CPUs and under Ray.
+    Elsewhere it may fork the core; a forked core inherits the loaded plug-ins and does not call this function.
     """
     if (parent := multiprocessing.parent_process()) is not None:
 

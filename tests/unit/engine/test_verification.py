@@ -106,6 +106,16 @@ def test_drafter_pauses_when_steps_without_drafts_are_faster():
     assert not budget.drafting_pays(32, now_s=129.0)  # and returns before the retry
 
 
+def test_small_loss_pauses_the_drafter_only_after_many_steps():
+    _, budget = simulate(8, 0.4)
+    load = budget.load(8)
+    load.tokens = load.plain_tokens  # neither gain nor loss
+    load.num_trial_steps = 24
+    assert budget.drafting_pays(8, now_s=0.0)
+    load.num_trial_steps = 80
+    assert not budget.drafting_pays(8, now_s=0.0)
+
+
 def test_drafter_does_not_run_if_the_load_alternates_with_a_paused_load():
     _, budget = simulate(32, 1.5)
     assert not any(budget.drafting_pays(num_requests, now_s=100.0) for _ in range(50) for num_requests in (32, 31, 30))
