@@ -9,9 +9,10 @@ The engine changes the way every 24 steps, so all ways see the same speed of the
 - nothing: no draft; the drafter's time does not count, so this is an engine without a drafter
 - K: K drafts of each request are drafted and verified; the time for choosing does not count
 
-Only decoding at exactly this concurrency counts: no steps with prompts, and no ends of a pass, where fewer requests run.
-If `auto` pauses the drafter, the ways no longer differ; such steps count as "paused". Without "auto", the drafter never
-pauses. Ratios are those of the first way to each other, with a 95 % interval (bootstrap over the blocks of 24 steps).
+Only decoding at exactly this concurrency counts: no steps with prompts, and no ends of a pass, where fewer requests
+run. If `auto` pauses the drafter, the ways no longer differ; such steps count as "paused". Without "auto", the drafter
+never pauses. Ratios are those of the first way to each other, with a 95 % interval (bootstrap over the blocks of 24
+steps). The time for choosing includes no part of a worker's time for the probabilities of drafts.
 """
 
 import argparse
@@ -70,11 +71,10 @@ class AlternatingDrafts(vllm_drafts.SchedulerDrafts):
         self.ways, self.log = os.environ[_WAYS].split(","), Path(os.environ[_LOG])
         self._ended_way = self._way = self._next_way = _AUTO
         self._num_accepted = 0
-        self._update_s = self._start_s = 0.0
+        self._update_s = 0.0
 
     def start_step(self, scheduler: Any, scheduled: Any) -> None:
-        started_s = time.perf_counter()
-        self._write_ended_step(started_s - self._started_s)
+        self._write_ended_step(time.perf_counter() - self._started_s)
         self._ended_way, self._way = self._way, self._next_way
         next_step = self._num_steps + 2
         is_first = next_step <= _NUM_FIRST_STEPS or (self._is_trial() and _AUTO in self.ways)
@@ -84,7 +84,6 @@ class AlternatingDrafts(vllm_drafts.SchedulerDrafts):
         if self._next_way.isdigit() and scheduled.num_spec_tokens_to_schedule and self._step:
             scheduled.num_spec_tokens_to_schedule = int(self._next_way)
             self._step = replace(self._step, depth=int(self._next_way))
-        self._start_s = time.perf_counter() - started_s
 
     def _write_ended_step(self, step_s: float) -> None:
         # The last step of a block drafts for the next block's way.
@@ -94,9 +93,9 @@ class AlternatingDrafts(vllm_drafts.SchedulerDrafts):
         if self._step.depth == self._step.num_verified == 0:
             way = _PAUSED
         elif way == _NOTHING:
-            step_s -= drafter_s + self._start_s
+            step_s -= drafter_s
         elif way != _AUTO:
-            step_s -= self._update_s + self._start_s
+            step_s -= self._update_s
         step = Step(
             block=self._num_steps // _BLOCK_STEPS,
             way=way,
@@ -221,6 +220,6 @@ def ratio(blocks: list[tuple[int, float]], other: list[tuple[int, float]]) -> di
 if __name__ == "__main__":
     main()
 elif __name__ == "__mp_main__":  # the engine core, which vLLM spawns
-    vllm_drafts.SchedulerDrafts = AlternatingDrafts  # type: ignore[misc]
+    vllm_drafts.SchedulerDrafts = AlternatingDrafts
     if _AUTO not in os.environ[_WAYS].split(","):
-        vllm_drafts.DraftBudget = UnpausedBudget  # type: ignore[misc]
+        vllm_drafts.DraftBudget = UnpausedBudget

@@ -258,9 +258,12 @@ class DraftBudget:
             source: the kind of requests, "greedy" or "sampled".
             log_odds: [requests, K], the drafter's; NaN for a draft of the prompt lookup.
         """
-        of_head = self._calibrations[source].probabilities(np.nan_to_num(log_odds))
-        of_lookup = self._calibrations["lookup"].probabilities(np.zeros_like(log_odds))
-        return np.cumprod(np.where(np.isnan(log_odds), of_lookup, of_head), axis=1)
+        probabilities = self._calibrations[source].probabilities(log_odds)
+        is_lookup = np.isnan(log_odds)
+        if is_lookup.any():
+            of_lookup = self._calibrations["lookup"].probabilities(np.zeros_like(log_odds))
+            probabilities = np.where(is_lookup, of_lookup, probabilities)
+        return np.asarray(np.cumprod(probabilities, axis=1), dtype=np.float64)
 
     def choose(self, survival: Array, num_requests: int, context_tokens: int, depth: int) -> Array:
         """Return the number of drafts to verify for each row of `survival`.
@@ -360,13 +363,11 @@ class DraftBudget:
         return 1 / (1 / load.gain + plain_tokens_of_prompts)
 
     def _target_s(self, load: LoadState, num_requests: int, num_verified: Array, context_tokens: int) -> Array:
-        """Return the predicted seconds of the target's pass, non-decreasing with the number of verified drafts."""
-        seconds = load.target_cost.predict(_target_features(num_requests, num_verified, context_tokens))
-        return np.maximum.accumulate(seconds * self._slowness)
+        features = _target_features(num_requests, num_verified, context_tokens)
+        return load.target_cost.predict(features) * self._slowness
 
     def _drafter_s(self, load: LoadState, num_requests: int, num_verified: Array, depth: int) -> Array:
-        seconds = load.drafter_cost.predict(_drafter_features(num_requests, num_verified, depth))
-        return np.maximum.accumulate(seconds * self._slowness)
+        return load.drafter_cost.predict(_drafter_features(num_requests, num_verified, depth)) * self._slowness
 
     def observe_step(self, step: DecodingStep, *, step_s: float, drafter_s: float) -> None:
         """Learn from a step without prompt tokens.

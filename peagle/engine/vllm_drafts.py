@@ -28,8 +28,9 @@ VERIFY = "PEAGLE_VERIFY"  # environment variable; if "auto", only drafts that ar
 # An engine's first steps take up to ten times as long as later ones, so nothing is learned from their duration.
 _COLD_STEPS = 16
 _LEARN_EVERY = 8  # after a trial, because learning takes as long as choosing
-# One in this many steps verifies nothing after drafting one token, and another one verifies K drafts. So the times of
-# the smallest and the largest step are measured, not extrapolated, and the acceptance of the deepest drafts is known.
+# One in this many steps verifies nothing after drafting one token. One in three times as many, which takes longer,
+# verifies K drafts. So the times of the smallest and the largest step are measured, not extrapolated, and the
+# acceptance of the deepest drafts is known.
 _EXPLORE_EVERY = 96
 _TRIAL_EXPLORE_EVERY = 8  # during a trial
 _MAX_GAPS = 1024  # remembered requests with a gap
@@ -233,7 +234,9 @@ class SchedulerDrafts:
     def _explores(self, step_number: int) -> str:
         """Return what a step verifies to learn from it: "nothing", "all" drafts, or "" for those that pay."""
         every = _TRIAL_EXPLORE_EVERY if self._is_trial() else _EXPLORE_EVERY
-        return {0: "nothing", every // 2: "all"}.get(step_number % every, "")
+        if step_number % (3 * every) == every // 2:
+            return "all"
+        return "nothing" if step_number % every == 0 else ""
 
     def _is_trial(self) -> bool:
         """Whether the budget needs more steps at the present load to know whether drafting pays."""

@@ -253,14 +253,14 @@ def test_time_without_requests_does_not_count_as_a_step(choosing_scheduler, monk
 def test_some_steps_verify_nothing_or_all_drafts(choosing_scheduler, monkeypatch):
     monkeypatch.setattr(vllm_drafts.DraftBudget, "drafting_pays", lambda self, num_requests, now_s: True)
     depths = {}
-    for number in range(1, 200):
+    for number in range(1, 400):
         scheduled = step(choosing_scheduler, [[-0.01, -0.01, -0.01], [-9.0, -9.0, -9.0]])
         depths[number] = scheduled.num_spec_tokens_to_schedule
     num_drafts = {number: [*map(len, drafts)] for number, drafts in enumerate(choosing_scheduler.received_drafts, 1)}
     # Drafts are received at the end of a step, and verified in the next one.
-    assert [number for number in range(100, 200) if num_drafts[number] == [3, 3]] == [143]
-    assert [number for number in range(100, 200) if num_drafts[number] == [0, 0]] == [191]
-    assert (depths[143], depths[191]) == (3, 1)
+    assert [number for number in range(100, 400) if num_drafts[number] == [3, 3]] == [335]
+    assert [number for number in range(100, 400) if num_drafts[number] == [0, 0]] == [191, 287, 383]
+    assert (depths[335], depths[191]) == (3, 1)
 
 
 def test_drafter_stops_when_all_drafts_are_rejected(choosing_scheduler):
