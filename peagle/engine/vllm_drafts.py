@@ -29,10 +29,11 @@ VERIFY = "PEAGLE_VERIFY"  # environment variable; if "auto", only drafts that ar
 _COLD_STEPS = 16
 _LEARN_EVERY = 8  # after a trial, because learning takes as long as choosing
 # One in this many steps verifies nothing after drafting one token. One in three times as many, which takes longer,
-# verifies K drafts. So the times of the smallest and the largest step are measured, not extrapolated, and the
-# acceptance of the deepest drafts is known.
+# verifies all K drafts of some requests. So the times of the smallest and of a large step are measured, not
+# extrapolated, and the acceptance of the deepest drafts is known.
 _EXPLORE_EVERY = 96
 _TRIAL_EXPLORE_EVERY = 8  # during a trial
+_MAX_EXPLORED = 8  # requests with K verified drafts
 _MAX_GAPS = 1024  # remembered requests with a gap
 
 
@@ -219,6 +220,7 @@ class SchedulerDrafts:
             budget.choose_depth(survival, num_requests, num_context_tokens, depth)
         if explored:
             chosen = np.where(is_missing, 0, explored == "all").sum(axis=1)
+            chosen[_MAX_EXPLORED:] = 0
         for row, (index, request, drafts) in enumerate(decoding):
             num_drafts, num_chosen = len(drafted.draft_token_ids[index]), int(chosen[row])
             drafts.log_odds = odds[row]
@@ -232,7 +234,7 @@ class SchedulerDrafts:
         return self._is_trial() or drafts_to_explore or self._num_steps % _LEARN_EVERY == 0
 
     def _explores(self, step_number: int) -> str:
-        """Return what a step verifies to learn from it: "nothing", "all" drafts, or "" for those that pay."""
+        """Return what a step verifies to learn from it: "nothing", "all" drafts of some requests, or "": what pays."""
         every = _TRIAL_EXPLORE_EVERY if self._is_trial() else _EXPLORE_EVERY
         if step_number % (3 * every) == every // 2:
             return "all"

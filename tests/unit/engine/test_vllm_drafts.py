@@ -263,6 +263,18 @@ def test_some_steps_verify_nothing_or_all_drafts(choosing_scheduler, monkeypatch
     assert (depths[335], depths[191]) == (3, 1)
 
 
+def test_a_step_that_explores_verifies_the_drafts_of_few_requests(choosing_scheduler, monkeypatch):
+    monkeypatch.setattr(vllm_drafts.DraftBudget, "drafting_pays", lambda self, num_requests, now_s: True)
+    for name in "abcdefgh":
+        choosing_scheduler.requests[name] = make_request(1, 2, 3, 4)
+        choosing_scheduler.requests[name].num_computed_tokens = 4
+    for _ in range(400):
+        step(choosing_scheduler, [[-9.0, -9.0, -9.0]] * 10)
+    num_drafts = [[*map(len, drafts)] for drafts in choosing_scheduler.received_drafts]
+    assert [3] * 8 + [0] * 2 in num_drafts
+    assert [3] * 10 not in num_drafts
+
+
 def test_drafter_stops_when_all_drafts_are_rejected(choosing_scheduler):
     for _ in range(100):  # enough steps to learn from
         scheduled = step(choosing_scheduler, [[-0.05, -0.05, -0.05], [-0.05, -0.05, -0.05]])
