@@ -11,7 +11,7 @@ The engine changes the way every 24 steps, so all ways see the same speed of the
 
 Only decoding at exactly this concurrency counts: no steps with prompts, and no ends of a pass, where fewer requests
 run. If `auto` pauses the drafter, the ways no longer differ; such steps count as "paused". Without "auto", the drafter
-never pauses. Ratios are those of the first way to each other, with a 95 % interval (bootstrap over the blocks of 24
+never pauses. Ratios compare the first way with each other one, with a 95 % interval (bootstrap over the blocks of 24
 steps). The time for choosing includes no part of a worker's time for the probabilities of drafts.
 """
 
