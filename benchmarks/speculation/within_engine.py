@@ -5,14 +5,14 @@
 
 The engine changes the way every 24 steps, so all ways see the same speed of the machine and the same requests. Ways:
 
-- auto: the drafts that pay, as with `--verify auto`
-- nothing: no draft; the drafter's time does not count, so this is an engine without a drafter
-- K: K drafts of each request are drafted and verified; the time for choosing does not count
+- auto: the drafts that pay, as with `--verify auto`; only these steps count for its exploration and its learning
+- nothing: no draft; the drafter's time does not count, as in an engine without a drafter
+- K: K drafts of each request are drafted and verified, without choosing
 
 Only decoding at exactly this concurrency counts: no steps with prompts, and no ends of a pass, where fewer requests
 run. If `auto` pauses the drafter, the ways no longer differ; such steps count as "paused". Without "auto", the drafter
-never pauses. Ratios compare the first way with each other one, with a 95 % interval (bootstrap over the blocks of 24
-steps). The time for choosing includes no part of a worker's time for the probabilities of drafts.
+never pauses. Ratios compare the first way with each other one, with a 95 % interval: bootstrap over cycles of all ways.
+In every way, the worker computes the probabilities of drafts, which an engine with `--verify all` does not.
 """
 
 import argparse
@@ -22,7 +22,7 @@ import os
 import time
 from collections import defaultdict
 from dataclasses import asdict, dataclass, replace
-from itertools import cycle, groupby, islice
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -71,57 +71,57 @@ class AlternatingDrafts(vllm_drafts.SchedulerDrafts):
         self.ways, self.log = os.environ[_WAYS].split(","), Path(os.environ[_LOG])
         self._ended_way = self._way = self._next_way = _AUTO
         self._num_accepted = 0
-        self._update_s = 0.0
 
     def start_step(self, scheduler: Any, scheduled: Any) -> None:
         self._write_ended_step(time.perf_counter() - self._started_s)
-        self._ended_way, self._way = self._way, self._next_way
-        next_step = self._num_steps + 2
-        is_first = next_step <= _NUM_FIRST_STEPS or (self._is_trial() and _AUTO in self.ways)
-        self._next_way = _AUTO if is_first else self.ways[next_step // _BLOCK_STEPS % len(self.ways)]
-        self._num_accepted, self._update_s = 0, 0.0
+        self._ended_way, self._way, self._next_way = self._way, self._next_way, self._way_of(self._num_steps + 2)
+        self._num_accepted = 0
         super().start_step(scheduler, scheduled)
         if self._next_way.isdigit() and scheduled.num_spec_tokens_to_schedule and self._step:
             scheduled.num_spec_tokens_to_schedule = int(self._next_way)
             self._step = replace(self._step, depth=int(self._next_way))
 
+    def _way_of(self, step_number: int) -> str:
+        if step_number <= _NUM_FIRST_STEPS or (self._is_trial() and _AUTO in self.ways):
+            return _AUTO
+        return self.ways[step_number // _BLOCK_STEPS % len(self.ways)]
+
+    def _explores(self, step_number: int) -> str:
+        if self._way_of(step_number) != _AUTO:
+            return ""
+        if step_number > _NUM_FIRST_STEPS and not self._is_trial():  # the number among auto's steps
+            block, index = divmod(step_number, _BLOCK_STEPS)
+            step_number = block // len(self.ways) * _BLOCK_STEPS + index
+        return super()._explores(step_number)
+
     def _write_ended_step(self, step_s: float) -> None:
         # The last step of a block drafts for the next block's way.
         if self._step is None or self._num_steps <= _NUM_FIRST_STEPS or self._way != self._next_way:
             return
-        way, drafter_s = self._way, self._drafter_s
-        if self._step.depth == self._step.num_verified == 0:
-            way = _PAUSED
-        elif way == _NOTHING:
-            step_s -= drafter_s
-        elif way != _AUTO:
-            step_s -= self._update_s
+        is_paused = self._step.depth == self._step.num_verified == 0
         step = Step(
             block=self._num_steps // _BLOCK_STEPS,
-            way=way,
+            way=_PAUSED if is_paused else self._way,
             num_requests=self._step.num_requests,
             num_verified=self._step.num_verified,
             tokens=self._step.num_requests + self._num_accepted,
-            seconds=step_s,
-            drafter_s=drafter_s,
+            seconds=step_s - (self._drafter_s if self._way == _NOTHING else 0.0),
+            drafter_s=self._drafter_s,
             num_prompt_tokens=self._num_prompt_tokens,
         )
         with self.log.open("a") as file:
             file.write(json.dumps(asdict(step)) + "\n")
 
-    def update(self, scheduler: Any, drafted: Any) -> None:
-        started_s = time.perf_counter()
-        super().update(scheduler, drafted)
-        self._update_s = time.perf_counter() - started_s
-
     def _choose(self, budget: DraftBudget, decoding: Any, running: list[Any], drafted: Any) -> None:
-        all_drafts = list(drafted.draft_token_ids)
-        super()._choose(budget, decoding, running, drafted)
+        if self._next_way.isdigit():
+            confidence = getattr(drafted, "peagle_confidence", None)
+            self._num_steps += 1
+            self._drafter_s = confidence.drafter_s if confidence else 0.0
+        else:
+            super()._choose(budget, decoding, running, drafted)
         for index, _, drafts in decoding:
-            if self._next_way == _NOTHING:
+            if self._next_way == _NOTHING or drafts.has_gap:
                 drafted.draft_token_ids[index] = []
-            elif self._next_way != _AUTO and not drafts.has_gap:
-                drafted.draft_token_ids[index] = all_drafts[index]
 
     def _learn(self, budget: DraftBudget, step_s: float) -> None:
         if self._ended_way != _AUTO:
@@ -130,7 +130,8 @@ class AlternatingDrafts(vllm_drafts.SchedulerDrafts):
 
     def observe(self, request: Any, num_drafts: int, num_accepted: int) -> None:
         self._num_accepted += num_accepted
-        super().observe(request, num_drafts, num_accepted)
+        if self._way == _AUTO:
+            super().observe(request, num_drafts, num_accepted)
 
 
 class UnpausedBudget(DraftBudget):
@@ -151,6 +152,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()
     log = options.output.with_suffix(".jsonl").resolve()
+    log.unlink(missing_ok=True)
     os.environ[_WAYS], os.environ[_LOG] = options.ways, str(log)
     with QuietStderr() as quiet:
         quiet.move_to(options.output.with_suffix(".log"))
@@ -174,17 +176,19 @@ def main() -> None:
     result = summary(steps, options.concurrency, options.ways.split(","))
     about = {"command": command(options), "hardware": detect_machine().describe(), "versions": versions()}
     write_json(options.output, about | result)
-    print(json.dumps({name: value for name, value in result.items() if name != "blocks"}, indent=1))  # noqa: T201
+    print(json.dumps({name: value for name, value in result.items() if name != "cycles"}, indent=1))  # noqa: T201
 
 
 def summary(steps: list[Step], concurrency: int, ways: list[str]) -> dict[str, Any]:
     decoding = [step for step in steps if step.num_requests == concurrency and not step.num_prompt_tokens]
-    blocks: defaultdict[str, list[tuple[int, float]]] = defaultdict(list)
-    for (_, way), group in groupby(decoding, key=lambda step: (step.block, step.way)):
-        members = list(group)
-        blocks[way].append((sum(step.tokens for step in members), sum(step.seconds for step in members)))
-    by_way = {}
-    for way in blocks:
+    # By way and cycle: tokens and seconds.
+    cycles: defaultdict[str, dict[int, list[float]]] = defaultdict(dict)
+    for step in decoding:
+        total = cycles[step.way].setdefault(step.block // len(ways), [0, 0.0])
+        total[0] += step.tokens
+        total[1] += step.seconds
+    first, by_way = cycles[ways[0]], {}
+    for way in {step.way for step in decoding}:
         members = [step for step in decoding if step.way == way]
         by_way[way] = {
             "num_steps": len(members),
@@ -194,27 +198,30 @@ def summary(steps: list[Step], concurrency: int, ways: list[str]) -> dict[str, A
             "num_accepted": float(np.mean([step.tokens - step.num_requests for step in members])),
             "tokens_per_s": sum(step.tokens for step in members) / sum(step.seconds for step in members),
         }
-    decoding_drafter_s = float(np.mean([step.drafter_s for step in decoding]))
-    prompts_s = sum(max(0.0, step.drafter_s - decoding_drafter_s) for step in steps if step.num_prompt_tokens)
+    drafting = [step.drafter_s for step in decoding if step.way != _PAUSED]
+    prompts_s = sum(max(0.0, step.drafter_s - float(np.mean(drafting))) for step in steps if step.num_prompt_tokens)
     return {
         "ways": by_way,
-        "ratios": {way: ratio(blocks[ways[0]], blocks[way]) for way in ways[1:] if blocks[ways[0]] and blocks[way]},
+        "ratios": {
+            way: ratio(cycles[ways[0]], cycles[way]) for way in ways[1:] if cycles[ways[0]].keys() & cycles[way]
+        },
         "prompt_drafter_share": prompts_s / sum(step.seconds for step in steps),
-        "blocks": blocks,
+        "cycles": cycles,
     }
 
 
-def ratio(blocks: list[tuple[int, float]], other: list[tuple[int, float]]) -> dict[str, Any]:
-    """Return the ratio of the tokens/s of blocks (tokens, seconds), and its 95 % interval."""
-    generator = np.random.default_rng(0)
-
-    def speeds(values: list[tuple[int, float]]) -> Any:
-        sums = np.array(values)[generator.integers(len(values), size=(4000, len(values)))].sum(axis=1)
-        return sums[:, 0] / sums[:, 1]
-
-    samples = speeds(blocks) / speeds(other)
-    tokens, seconds = np.array(blocks).sum(axis=0) / np.array(other).sum(axis=0)
-    return {"ratio": tokens / seconds, "interval": [float(value) for value in np.quantile(samples, [0.025, 0.975])]}
+def ratio(cycles: dict[int, list[float]], other: dict[int, list[float]]) -> dict[str, Any]:
+    """Return the ratio of the tokens/s in cycles that have both ways, and its 95 % interval."""
+    both = sorted(cycles.keys() & other.keys())
+    values = np.array([cycles[cycle] + other[cycle] for cycle in both])
+    sums = values[np.random.default_rng(0).integers(len(values), size=(4000, len(values)))].sum(axis=1)
+    samples = sums[:, 0] / sums[:, 1] * sums[:, 3] / sums[:, 2]
+    tokens, seconds, other_tokens, other_seconds = values.sum(axis=0)
+    return {
+        "ratio": tokens / seconds * other_seconds / other_tokens,
+        "interval": [float(value) for value in np.quantile(samples, [0.025, 0.975])],
+        "num_cycles": len(values),
+    }
 
 
 if __name__ == "__main__":

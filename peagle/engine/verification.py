@@ -343,9 +343,11 @@ class DraftBudget:
             return False
         if self.is_trial(num_requests):
             return True
+        gain = self._overall_gain(load)
         num_averaged = num_requests * (load.num_trial_steps - _FIRST_TRIAL_STEPS)
-        if self._overall_gain(load) >= _MIN_GAIN - _FIRST_MARGIN / num_averaged:
-            load.retry_s = _RETRY_S
+        if gain >= _MIN_GAIN - _FIRST_MARGIN / num_averaged:
+            if gain >= _MIN_GAIN and num_averaged >= _GAIN_WINDOW:
+                load.retry_s = _RETRY_S
             return True
         self._num_unpaused_steps = 0
         load.retry_at = now_s + load.retry_s

@@ -28,10 +28,10 @@ VERIFY = "PEAGLE_VERIFY"  # environment variable; if "auto", only drafts that ar
 # An engine's first steps take up to ten times as long as later ones, so nothing is learned from their duration.
 _COLD_STEPS = 16
 _LEARN_EVERY = 8  # after a trial, because learning takes as long as choosing
-# One in this many steps verifies nothing after drafting one token. One in three times as many, which takes longer,
+# One in this many steps verifies nothing after drafting one token. One in twice as many, which takes longer,
 # verifies all K drafts of some requests. So the times of the smallest and of a large step are measured, not
 # extrapolated, and the acceptance of the deepest drafts is known.
-_EXPLORE_EVERY = 96
+_EXPLORE_EVERY = 144
 _TRIAL_EXPLORE_EVERY = 8  # during a trial
 _MAX_EXPLORED = 8  # requests with K verified drafts
 _MAX_GAPS = 1024  # remembered requests with a gap
@@ -236,7 +236,7 @@ class SchedulerDrafts:
     def _explores(self, step_number: int) -> str:
         """Return what a step verifies to learn from it: "nothing", "all" drafts of some requests, or "": what pays."""
         every = _TRIAL_EXPLORE_EVERY if self._is_trial() else _EXPLORE_EVERY
-        if step_number % (3 * every) == every // 2:
+        if step_number % (2 * every) == every // 2:
             return "all"
         return "nothing" if step_number % every == 0 else ""
 

@@ -67,8 +67,8 @@ def test_choice_is_as_fast_as_the_best_fixed_k(num_requests, min_ratio):
 def test_depth_follows_the_cost_of_drafting(drafter_ms_per_depth, depth):
     budget, odds = DraftBudget(K), np.full((8, K), np.log(9))  # each draft token has a 90 % chance to be accepted
     for number in range(400):
-        every = 8 if number < 24 else 96
-        drafted = 1 if number % every == every - 1 else K if number % (3 * every) == 3 else budget.load(8).depth
+        every = 8 if number < 24 else 144
+        drafted = 1 if number % every == every - 1 else K if number % (2 * every) == 3 else budget.load(8).depth
         survival = budget.survival("greedy", odds)
         survival[:, drafted:] = 0.0
         num_verified = int(budget.choose(survival, 8, 1600, drafted).sum())
@@ -115,6 +115,14 @@ def test_small_loss_pauses_the_drafter_only_after_many_steps():
     assert budget.drafting_pays(8, now_s=0.0)
     load.num_trial_steps = 80
     assert not budget.drafting_pays(8, now_s=0.0)
+    # After the retry, some steps with a small loss do not make the next pause shorter.
+    assert [budget.drafting_pays(8, now_s=30.0) for _ in range(16)][-1]
+    load.num_trial_steps = 24
+    assert budget.drafting_pays(8, now_s=32.0)
+    load.num_trial_steps = 80
+    assert not budget.drafting_pays(8, now_s=34.0)
+    assert not any(budget.drafting_pays(8, now_s=93.0) for _ in range(16))
+    assert any(budget.drafting_pays(8, now_s=94.0) for _ in range(17))
 
 
 def test_drafter_does_not_run_if_the_load_alternates_with_a_paused_load():

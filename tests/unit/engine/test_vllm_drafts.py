@@ -258,9 +258,9 @@ def test_some_steps_verify_nothing_or_all_drafts(choosing_scheduler, monkeypatch
         depths[number] = scheduled.num_spec_tokens_to_schedule
     num_drafts = {number: [*map(len, drafts)] for number, drafts in enumerate(choosing_scheduler.received_drafts, 1)}
     # Drafts are received at the end of a step, and verified in the next one.
-    assert [number for number in range(100, 400) if num_drafts[number] == [3, 3]] == [335]
-    assert [number for number in range(100, 400) if num_drafts[number] == [0, 0]] == [191, 287, 383]
-    assert (depths[335], depths[191]) == (3, 1)
+    assert [number for number in range(100, 400) if num_drafts[number] == [3, 3]] == [359]
+    assert [number for number in range(100, 400) if num_drafts[number] == [0, 0]] == [143, 287]
+    assert (depths[359], depths[143]) == (3, 1)
 
 
 def test_a_step_that_explores_verifies_the_drafts_of_few_requests(choosing_scheduler, monkeypatch):
