@@ -187,7 +187,7 @@ def summary(steps: list[Step], concurrency: int, ways: list[str]) -> dict[str, A
         total = cycles[step.way].setdefault(step.block // len(ways), [0, 0.0])
         total[0] += step.tokens
         total[1] += step.seconds
-    first, by_way = cycles[ways[0]], {}
+    by_way = {}
     for way in {step.way for step in decoding}:
         members = [step for step in decoding if step.way == way]
         by_way[way] = {
