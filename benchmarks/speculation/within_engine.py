@@ -130,8 +130,9 @@ class AlternatingDrafts(vllm_drafts.SchedulerDrafts):
 
     def observe(self, request: Any, num_drafts: int, num_accepted: int) -> None:
         self._num_accepted += num_accepted
-        if self._way == _AUTO:
-            super().observe(request, num_drafts, num_accepted)
+        if self._way != _AUTO:
+            vllm_drafts._drafts_of(request).log_odds = None  # only counted, not learned from
+        super().observe(request, num_drafts, num_accepted)
 
 
 class UnpausedBudget(DraftBudget):
