@@ -199,8 +199,8 @@ def summary(steps: list[Step], concurrency: int, ways: list[str]) -> dict[str, A
             "num_accepted": float(np.mean([step.tokens - step.num_requests for step in members])),
             "tokens_per_s": sum(step.tokens for step in members) / sum(step.seconds for step in members),
         }
-    drafting = [step.drafter_s for step in decoding if step.way != _PAUSED]
-    prompts_s = sum(max(0.0, step.drafter_s - float(np.mean(drafting))) for step in steps if step.num_prompt_tokens)
+    decoding_s = float(np.mean([step.drafter_s for step in decoding if step.way != _PAUSED]))
+    prompts_s = sum(max(0.0, step.drafter_s - decoding_s) for step in steps if step.num_prompt_tokens)
     return {
         "ways": by_way,
         "ratios": {

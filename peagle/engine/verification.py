@@ -328,8 +328,8 @@ class DraftBudget:
     def drafting_pays(self, num_requests: int, now_s: float) -> bool:
         """Return whether the drafter should run at this load.
 
-        If drafting did not gain at least `_MIN_GAIN` over steps without drafts, it pauses at this load after a trial,
-        until a retry is due.
+        If drafting did not gain at least `_MIN_GAIN` over steps without drafts (after few steps, clearly less), it
+        pauses at this load after a trial, until a retry is due.
         """
         load = self.load(num_requests)
         if now_s < load.retry_at:
